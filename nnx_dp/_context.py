@@ -1,0 +1,57 @@
+"""What the code that is being traced right now runs inside of.
+
+One object, held in a JAX user context.  A user context is part of the key of every trace and
+compilation cache in JAX, so a function that the user's step compiles on its own (an inner
+``nnx.jit``, say) is never served from a trace made under other rules.  It is also local to its
+thread, and back to None when an exception leaves the ``with`` block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+import jax
+
+if TYPE_CHECKING:
+    from nnx_dp._grad_sync import GradientLedger
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepContext:
+    """The rules for one trace of one decorated step; compared by identity.
+
+    Attributes:
+      mode: "global" when the body sees the global batch, "per_device" when it sees one device's.
+      axis_name: name of the mesh axis that the batch is split over.
+      axis_size: number of devices on that axis, as the body sees it (1 in a global view).
+      sync_batch_norm: whether batch statistics are taken over all devices.
+      rngs: "split", "broadcast", or the names of the streams that are the same on all devices.
+      ledger: decides how each gradient is reduced; None where gradients are global already.
+    """
+
+    mode: Literal["global", "per_device"]
+    axis_name: str
+    axis_size: int
+    sync_batch_norm: bool = True
+    rngs: str | tuple[str, ...] = "split"
+    ledger: GradientLedger | None = None
+
+
+_context = jax.make_user_context(default_value=None)
+
+
+def entered(context: StepContext):
+    """Returns a context manager under which `current` returns `context`."""
+    return _context(context)
+
+
+def current() -> StepContext | None:
+    """Returns the rules that this thread traces under, None outside a decorated step."""
+    return _context.value
+
+
+def per_device() -> StepContext | None:
+    """Returns the rules that this thread traces under if the body sees one device's batch."""
+    context = current()
+    return context if context is not None and context.mode == "per_device" else None

@@ -1,0 +1,236 @@
+"""The gradient hook: every gradient that NNX takes in a per-device step is synchronised once.
+
+`nnx.grad`, `nnx.value_and_grad` and `nnx.vjp` all call the differentiated function through one of
+three small classes of Flax.  On entry, `hook` passes the differentiated leaves through an identity
+whose backward pass binds `grad_sync_p`; on return, the loss passes through `loss_p`.  Both are
+ordinary JAX primitives, so they can be found in a jaxpr: that is how `_replication.py` learns
+which gradients belong to replicated state and `_reduction_kind.py` what each loss is.
+
+Why a mean is right for replicated state: on each device the backward pass computes the derivative
+of the *sum over devices* of the per-device losses with respect to that device's copy, because the
+transpose of a psum is a psum.  For a loss that is a mean over examples the global loss is the mean
+of the per-device ones, so the mean over devices of these derivatives is its gradient.  For a sum
+over examples it is their sum.  A loss that is equal on all devices already is one with a mean.
+
+This is the only file that touches the internals of Flax, and of JAX's autodiff.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.extend as jex
+from flax.nnx.transforms import autodiff as flax_autodiff
+from jax import lax
+from jax._src.interpreters import batching
+from jax.interpreters import ad, mlir
+
+from nnx_dp._context import per_device
+from nnx_dp._hooks import wrap_method
+
+Reduce = Literal["plan", "pmean", "psum", "scale", "keep"]
+LossReduce = Literal["mean", "sum"]
+
+DECLARED = "__nnx_dp_loss_reduce__"
+"""Attribute of a differentiated function that says how its loss is reduced."""
+
+
+@dataclasses.dataclass(eq=False)
+class GradientLedger:
+    """Numbers the gradients of one trace in order, and says how to reduce each.
+
+    A step is traced twice with the same Python code: first to plan, where every decision is still
+    open (`losses` is None), then for real with the decisions of the plan.
+
+    Attributes:
+      losses: reduction of each gradient's loss ("mean" or "sum"), in trace order.
+      batch_leaves: (gradient, leaf) pairs differentiated with respect to a per-device array.
+      declared: what the caller said in `loss_reduce=` of `nnx_dp.grad`, per gradient.
+    """
+
+    losses: tuple[LossReduce, ...] | None = None
+    batch_leaves: frozenset[tuple[int, int]] = frozenset()
+    declared: dict[int, LossReduce] = dataclasses.field(default_factory=dict)
+    opened: int = 0
+
+    def open(self, declared: LossReduce | None) -> int:
+        if declared is not None:
+            self.declared[self.opened] = declared
+        if self.losses is not None and self.opened >= len(self.losses):
+            raise RuntimeError(
+                "nnx_dp: the step took more gradients in its second trace than in its first. A step "
+                "must do the same each time it is traced: look for Python state that it changes."
+            )
+        self.opened += 1
+        return self.opened - 1
+
+    def reduction(self, site: int, leaf: int) -> Reduce:
+        if self.losses is None:
+            return "plan"
+        if (site, leaf) in self.batch_leaves:
+            return "scale" if self.losses[site] == "mean" else "keep"
+        return "pmean" if self.losses[site] == "mean" else "psum"
+
+
+# ---------------------------------------------------------------------------------------------
+# The primitives
+
+
+grad_sync_p = jex.core.Primitive("grad_sync")
+"""(cotangent, primal) -> cotangent, reduced over the data axis as its parameters say."""
+
+loss_p = jex.core.Primitive("loss")
+"""Identity that marks the loss of a gradient in a jaxpr."""
+
+
+def _reduce(cotangent, primal, *, axis_name, axis_size, reduce, **_):
+    del primal
+    if reduce in ("plan", "pmean"):
+        return lax.pmean(cotangent, axis_name)
+    if reduce == "psum":
+        return lax.psum(cotangent, axis_name)
+    if reduce == "scale":
+        return cotangent / axis_size
+    return cotangent
+
+
+def _grad_sync_jvp(primals, tangents, **params):
+    cotangent, primal = primals
+    out = grad_sync_p.bind(cotangent, primal, **params)
+    tangent = tangents[0]
+    if type(tangent) is ad.Zero:
+        return out, ad.Zero.from_primal_value(out)
+    params["derived"] = True
+    return out, grad_sync_p.bind(ad.instantiate_zeros(tangent), primal, **params)
+
+
+def _grad_sync_transpose(outer_cotangent, cotangent, primal, **params):
+    # Each reduction is its own transpose, as psum is where every device differentiates the sum
+    # of all devices' losses.
+    assert ad.is_undefined_primal(cotangent)
+    if type(outer_cotangent) is ad.Zero:
+        return [ad.Zero(cotangent.aval), None]
+    params["derived"] = True
+    return [grad_sync_p.bind(outer_cotangent, primal, **params), None]
+
+
+def _grad_sync_batch(axis_data, args, dims, **params):
+    cotangent, primal = args
+    cotangent_dim, primal_dim = dims
+    unbatched = batching.not_mapped
+    if axis_data.name == params["axis_name"]:
+        # The data axis itself is a vmap: `chex.fake_pmap`.
+        if params["reduce"] in ("scale", "keep"):
+            return _reduce(cotangent, primal, **params), cotangent_dim
+        total = params["reduce"] == "psum"
+        if cotangent_dim is unbatched:
+            return cotangent * (params["axis_size"] if total else 1), unbatched
+        return (cotangent.sum if total else cotangent.mean)(cotangent_dim), unbatched
+    if cotangent_dim is unbatched:
+        if primal_dim is not unbatched:
+            primal = lax.index_in_dim(primal, 0, primal_dim, keepdims=False)
+        return grad_sync_p.bind(cotangent, primal, **params), unbatched
+    cotangent = batching.moveaxis(cotangent, cotangent_dim, 0)
+    if primal_dim is unbatched:
+        # Unbatched state with a batched cotangent is a gradient per example: example i of one
+        # device has nothing to do with example i of another.
+        params["reduce"] = "keep"
+        primal = jax.numpy.broadcast_to(primal, cotangent.shape)
+    else:
+        primal = batching.moveaxis(primal, primal_dim, 0)
+    return grad_sync_p.bind(cotangent, primal, **params), 0
+
+
+grad_sync_p.def_abstract_eval(lambda cotangent, primal, **_: cotangent)
+grad_sync_p.def_impl(_reduce)
+mlir.register_lowering(grad_sync_p, mlir.lower_fun(_reduce, multiple_results=False))
+ad.primitive_jvps[grad_sync_p] = _grad_sync_jvp
+ad.primitive_transposes[grad_sync_p] = _grad_sync_transpose
+batching.fancy_primitive_batchers[grad_sync_p] = _grad_sync_batch
+
+loss_p.def_abstract_eval(lambda loss, **_: loss)
+loss_p.def_impl(lambda loss, **_: loss)
+mlir.register_lowering(
+    loss_p, mlir.lower_fun(lambda loss, **_: loss, multiple_results=False)
+)
+ad.deflinear2(loss_p, lambda cotangent, loss, **_: [cotangent])
+batching.primitive_batchers[loss_p] = lambda args, dims, **params: (
+    loss_p.bind(*args, **params),
+    dims[0],
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _synchronised(params, leaf):
+    return leaf
+
+
+def _synchronised_fwd(params, leaf):
+    return leaf, leaf
+
+
+def _synchronised_bwd(params, leaf, cotangent):
+    return (grad_sync_p.bind(cotangent, leaf, **dict(params)),)
+
+
+_synchronised.defvjp(_synchronised_fwd, _synchronised_bwd)
+
+
+# ---------------------------------------------------------------------------------------------
+# The hook
+
+
+def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Wraps the function that JAX differentiates: `(*args) -> (loss, rest)`.
+
+    Inert unless a per-device step is being traced.  Only leaves that the innermost autodiff trace
+    differentiates are touched: a custom_vjp on any other would break valid forward-mode code.
+    """
+
+    def hooked(*args, **kwargs):
+        context = per_device()
+        if context is None or context.ledger is None:
+            return function(*args, **kwargs)
+        ledger = context.ledger
+        site = ledger.open(getattr(args[0], DECLARED, None))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        trace = jex.core.get_opaque_trace_state()._trace_ref()
+        for index, leaf in enumerate(leaves):
+            if getattr(leaf, "_trace", None) is not trace:
+                continue
+            if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+                continue
+            params = dict(
+                axis_name=context.axis_name,
+                axis_size=context.axis_size,
+                reduce=ledger.reduction(site, index),
+                site=site,
+                leaf=index,
+                derived=False,
+            )
+            leaves[index] = _synchronised(tuple(params.items()), leaf)
+        args, kwargs = jax.tree.unflatten(treedef, leaves)
+        loss, rest = function(*args, **kwargs)
+        if ledger.losses is None:
+            loss = jax.tree.map(lambda x: loss_p.bind(x, site=site), loss)
+        return loss, rest
+
+    return hooked
+
+
+def _install() -> None:
+    for name in ("GradFn", "SimpleGradFn", "SimpleVjpFn"):
+        wrap_method(flax_autodiff, name, "__call__", hook)
+    if not hasattr(jex.core.get_opaque_trace_state(), "_trace_ref"):
+        raise ImportError(
+            "nnx_dp finds the differentiated arguments through JAX's trace state, which jax "
+            f"{jax.__version__} keeps elsewhere. Install a jax release that this version of nnx_dp "
+            "supports."
+        )
+
+
+_install()

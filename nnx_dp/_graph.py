@@ -1,0 +1,158 @@
+"""The caller's NNX objects as a flat list of arrays, and back.
+
+A compiled step takes and returns flat lists.  On the way in, the objects are taken apart with one
+index of references, so that what is shared stays shared.  On the way out, the caller's own objects
+are updated in place, structure included, and objects that the step made are built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.graphlib import IndexMap, RefMap
+
+from nnx_dp._roles import BoundCall, is_state
+
+
+class StateLeaves:
+    """The arrays inside the NNX objects of one call.
+
+    Attributes:
+      graphdef: the structure of the objects.
+      paths: of each array, as the caller would write it: ``model.blocks[3].scale``.
+      variables: the Variable that holds each array, or the array itself.
+      leaves: the arrays.
+      treedef: how `leaves` fill the Variables, whose values may be pytrees.
+    """
+
+    def __init__(self, nodes: Sequence[Any], node_paths: Sequence[str]):
+        self.references = RefMap()
+        self.graphdef, flat = nnx.flatten(list(nodes), ref_index=self.references, graph=True)
+        raw = [_raw(leaf) for leaf in flat.leaves]
+        self.leaves, self.treedef = jax.tree.flatten(raw)
+        self.paths, self.variables = [], []
+        for path, leaf, value in zip(flat.paths, flat.leaves, raw, strict=True):
+            count = len(jax.tree.leaves(value))
+            self.paths += [node_paths[path[0]] + dotted(path[1:])] * count
+            self.variables += [leaf] * count
+
+    @property
+    def key(self) -> Any:
+        return self.graphdef, self.treedef
+
+
+@dataclasses.dataclass(frozen=True)
+class OutLeaf:
+    """One array that the step leaves behind.
+
+    Attributes:
+      path: as the caller would write it, ``model.bn.mean`` or ``output[0]``.
+      is_state: whether it belongs to an object that the caller passed in.
+      variable: a Variable of the type that holds it (no value), None for a plain array.
+      position: for state, its NNX path; for an output, its index among the output's leaves.
+    """
+
+    path: str
+    is_state: bool
+    variable: nnx.Variable | None
+    position: Any
+
+
+@dataclasses.dataclass
+class OutStructure:
+    """What a trace found out about what the step leaves behind."""
+
+    graphdef: Any
+    treedef: Any
+    leaves: tuple[OutLeaf, ...]
+    output: Any
+
+
+def flatten_call(
+    bound: BoundCall,
+    graphdef: Any,
+    treedef: Any,
+    body: Callable[[list[Any], list[Any]], Any],
+    on_structure: Callable[[OutStructure], None],
+) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """Returns the step as a function of flat lists.
+
+    Args:
+      bound: the call; only its structure is used.
+      graphdef: structure of the state.
+      treedef: structure of the state's values.
+      body: called with live NNX objects and the other arrays; returns the step's output.
+      on_structure: told, at each trace, how the returned list is to be read.
+
+    Returns:
+      A function `(state leaves, arrays) -> leaves of the new state and of the output`.
+    """
+
+    def function(state_leaves, arrays):
+        inner = IndexMap()
+        raw = jax.tree.unflatten(treedef, list(state_leaves))
+        nodes = nnx.unflatten(graphdef, raw, index_ref=inner)
+        output = body(nodes, list(arrays))
+        leaves, structure = flatten_output(
+            bound, nodes, output, outer_index=RefMap.from_indexmap(inner)
+        )
+        on_structure(structure)
+        return leaves
+
+    return function
+
+
+def flatten_output(
+    bound: BoundCall, nodes: list[Any], output: Any, outer_index: Any
+) -> tuple[list[Any], OutStructure]:
+    """Takes the updated objects and the output apart together."""
+    output = jax.tree.map(_array_from_number, output, is_leaf=is_state)
+    graphdef, flat = nnx.flatten([nodes, output], ref_outer_index=outer_index, graph=True)
+    raw = [_raw(leaf) for leaf in flat.leaves]
+    leaves, treedef = jax.tree.flatten(raw)
+    described: list[OutLeaf] = []
+    node_paths = bound.node_paths()
+    outputs = 0
+    for path, leaf, value in zip(flat.paths, flat.leaves, raw, strict=True):
+        variable = leaf if isinstance(leaf, nnx.Variable) else None
+        for _ in jax.tree.leaves(value):
+            if path[0] == 0:
+                name = node_paths[path[1]] + dotted(path[2:])
+                described.append(OutLeaf(name, True, variable, path[2:]))
+            else:
+                described.append(OutLeaf("output" + dotted(path[1:]), False, variable, outputs))
+                outputs += 1
+    return leaves, OutStructure(graphdef, treedef, tuple(described), output)
+
+
+def write_back(structure: OutStructure, leaves: Sequence[Any], references: Any) -> Any:
+    """Updates the caller's objects in place and returns the step's output."""
+    raw = jax.tree.unflatten(structure.treedef, list(leaves))
+    _, output = nnx.unflatten(
+        structure.graphdef, raw, outer_index_outer_ref=IndexMap.from_refmap(references)
+    )
+    return output
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """Writes an NNX path as Python would: attributes after dots, other keys in brackets."""
+    parts = []
+    for key in path:
+        plain = isinstance(key, str) and key.isidentifier()
+        parts.append(f".{key}" if plain else f"[{key!r}]")
+    return "".join(parts)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _array_from_number(leaf: Any) -> Any:
+    """A number in the output is an array of a compiled step, as under `jax.jit`."""
+    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex, np.generic)) else leaf

@@ -1,0 +1,292 @@
+"""The body that the shard_map and pmap strategies share, and the plan that it runs by.
+
+A plan is made once per compilation.  The step is traced abstractly at one device's shapes, with
+every gradient's reduction still open, and at the global shapes with a data axis of size one.  The
+replication proof and the reduction kinds are read off these two jaxprs; what they cannot settle is
+an error before anything has run.  Then the step is traced once more, for real, by the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from nnx_dp._context import StepContext, entered
+from nnx_dp._grad_sync import GradientLedger, LossReduce
+from nnx_dp._graph import OutStructure, StateLeaves, flatten_call
+from nnx_dp._jaxpr import open_jaxpr
+from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
+from nnx_dp._kinds import find_kinds
+from nnx_dp._replication import Taint, Variation, find_variation
+from nnx_dp._rngs import is_split, split_key
+from nnx_dp._roles import INFER, BoundCall, Role, is_key
+from nnx_dp._state_reduce import Rule, apply_rule, reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """The decorator's arguments that change what is computed; see `data_parallel`."""
+
+    axis_name: str = "data"
+    out_axes: Any = INFER
+    out_reduce: Any = None
+    rngs: str | tuple[str, ...] = "split"
+    sync_batch_norm: bool = True
+    state_reduce: tuple[tuple[Any, Rule], ...] = ()
+    check: bool = True
+    loss_reduce: str = "infer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that was decided for one compilation of a per-device step.
+
+    Attributes:
+      losses: how each gradient's loss is reduced, in trace order.
+      batch_leaves: the (gradient, leaf) pairs that are with respect to a per-device array.
+      structure: what the step leaves behind.
+      exits: how each of its arrays leaves the devices.
+    """
+
+    losses: tuple[LossReduce, ...]
+    batch_leaves: frozenset[tuple[int, int]]
+    structure: OutStructure
+    exits: tuple[Exit, ...]
+
+    def ledger(self) -> GradientLedger:
+        return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
+
+    def leave(self, leaves: Sequence[Any], inputs: dict[str, Any], axis_name: str) -> list[Any]:
+        """Reduces what has to be reduced; runs inside the body, on every device."""
+        out = []
+        for leaf, way, value in zip(self.structure.leaves, self.exits, leaves, strict=True):
+            if way.how == "rule":
+                value = apply_rule(way.rule, inputs.get(leaf.path, value), value, axis_name)
+            elif way.how == "reduce":
+                value = reduce(way.rule, value, axis_name)
+            out.append(value)
+        return out
+
+
+def per_device_body(
+    bound: BoundCall, options: StepOptions, axis_size: int, ledger: GradientLedger
+) -> Callable[[list[Any], list[Any]], Any]:
+    """Returns the step as one device runs it: `(nodes, arrays) -> output`."""
+    context = StepContext(
+        mode="per_device",
+        axis_name=options.axis_name,
+        axis_size=axis_size,
+        sync_batch_norm=options.sync_batch_norm,
+        rngs=options.rngs,
+        ledger=ledger,
+    )
+    arguments = bound.array_arguments()
+
+    def body(nodes, arrays):
+        with entered(context):
+            arrays = [
+                split_key(array, context)
+                if argument.role is Role.REPLICATED and is_key(array) and is_split(options.rngs, "")
+                else array
+                for argument, array in zip(arguments, arrays, strict=True)
+            ]
+            return bound.call(nodes, arrays)
+
+    return body
+
+
+def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int) -> Plan:
+    """Traces the step abstractly and decides everything that its compilation needs.
+
+    Raises:
+      ValueError: where the result could differ from what one device would compute.
+    """
+    local = _trace(bound, state, options, devices, shards=devices)
+    if devices == 1:
+        exits = tuple(AS_IS for _ in local.structure.leaves)
+        return Plan(("mean",) * local.ledger.opened, frozenset(), local.structure, exits)
+    why = ""
+    try:
+        whole = _trace(bound, state, options, 1, shards=1)
+        _check_same_structure(local.structure, whole.structure)
+    except _StructureError:
+        raise
+    except Exception as error:
+        whole, why = None, f"the step does not trace at the global shapes ({_first_line(error)})"
+
+    batch_leaves: set[tuple[int, int]] = set()
+    losses: dict[int, Taint] = {}
+    taints = find_variation(
+        local.jaxpr,
+        local.taints,
+        axis_name=options.axis_name,
+        on_gradient=lambda site, leaf, varies: batch_leaves.add((site, leaf)) if varies else None,
+        on_loss=lambda site, taint: losses.update({site: losses.get(site) or taint}),
+    )
+    kinds = loss_kinds = None
+    if whole is not None:
+        kinds, loss_kinds = find_kinds(
+            local.jaxpr, whole.jaxpr, local.shard_axes, devices=devices, axis_name=options.axis_name
+        )
+    decided = tuple(
+        _loss_reduction(site, losses, loss_kinds, local.ledger, options, devices, why)
+        for site in range(local.ledger.opened)
+    )
+    exits = _exits(local, whole, taints, kinds, options, devices, why)
+    return Plan(decided, frozenset(batch_leaves), local.structure, exits)
+
+
+@dataclasses.dataclass
+class _Traced:
+    jaxpr: Any
+    structure: OutStructure
+    ledger: GradientLedger
+    out_shapes: list[jax.ShapeDtypeStruct]
+    taints: list[Taint]
+    shard_axes: list[int | None]
+
+
+def _trace(
+    bound: BoundCall, state: StateLeaves, options: StepOptions, axis_size: int, *, shards: int
+) -> _Traced:
+    """Traces the step abstractly with its batch cut into `shards` parts."""
+    ledger = GradientLedger()
+    structures: list[OutStructure] = []
+    function = flatten_call(
+        bound,
+        state.graphdef,
+        state.treedef,
+        per_device_body(bound, options, axis_size, ledger),
+        structures.append,
+    )
+    mesh = AbstractMesh((axis_size,), (options.axis_name,), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    arguments = bound.array_arguments()
+    arrays = [
+        _shard_shape(array, argument.axis, shards)
+        for argument, array in zip(arguments, bound.arrays, strict=True)
+    ]
+    state_shapes = [shape_of(leaf) for leaf in state.leaves]
+    jaxpr, out_shapes = jax.make_jaxpr(mapped, return_shape=True)(state_shapes, arrays)
+    inner, constants = _shard_map_body(jaxpr, len(state_shapes) + len(arrays))
+    taints: list[Taint] = [None] * (constants + len(state_shapes))
+    taints += [
+        Variation(f"the batch ({argument.path})") if argument.role is Role.BATCH else None
+        for argument in arguments
+    ]
+    axes = [None] * (constants + len(state_shapes)) + [argument.axis for argument in arguments]
+    return _Traced(inner, structures[-1], ledger, list(out_shapes), taints, axes)
+
+
+def _shard_map_body(jaxpr: Any, inputs: int) -> tuple[Any, int]:
+    outer, _ = open_jaxpr(jaxpr)
+    (equation,) = [e for e in outer.eqns if e.primitive.name == "shard_map"]
+    body = equation.params["jaxpr"]
+    inner, _ = open_jaxpr(body)
+    return body, len(inner.invars) - inputs
+
+
+def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the abstract value of an argument, as JAX would trace it."""
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return jax.ShapeDtypeStruct(
+        aval.shape if shape is None else shape,
+        aval.dtype,
+        weak_type=getattr(aval, "weak_type", False),
+    )
+
+
+def _shard_shape(array: Any, axis: int | None, shards: int) -> jax.ShapeDtypeStruct:
+    if axis is None:
+        return shape_of(array)
+    shape = list(array.shape)
+    shape[axis] //= shards
+    return shape_of(array, shape=tuple(shape))
+
+
+class _StructureError(ValueError):
+    pass
+
+
+def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:
+    if local.graphdef != whole.graphdef or len(local.leaves) != len(whole.leaves):
+        raise _StructureError(
+            "the step leaves a different structure behind when it sees one device's batch than when "
+            "it sees the whole one: a static attribute or an output depends on the batch size. "
+            'Keep it in an array (nnx.Variable(jnp.array(...))), or use strategy="jit".'
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _loss_reduction(site, losses, kinds, ledger, options, devices, why) -> LossReduce:
+    declared = ledger.declared.get(site, options.loss_reduce)
+    if declared != "infer":
+        return declared
+    taint = losses.get(site)
+    if taint is None:
+        return "mean"
+    kind = kinds.get(site) if kinds is not None else None
+    if kind is not None and kind.reduction in ("mean", "sum"):
+        return kind.reduction
+    if kind is not None and kind.axis is not None:
+        return "sum"
+    raise ValueError(
+        f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
+        f"the batch ({kind.reason if kind is not None else why}), so the gradients of the {devices} "
+        "devices cannot be combined into that of one device. It depends on "
+        f"{taint}. Options:\n"
+        "1. For a mean over a varying number of items, nnx_dp.mean(losses, where=mask).\n"
+        "2. Reduce it over the devices in the step: nnx_dp.psum, nnx_dp.pmean.\n"
+        '3. Say what it is: loss_reduce="mean" or "sum", on the decorator or in '
+        "nnx_dp.value_and_grad.\n"
+        '4. Use strategy="jit", where the step sees the whole batch.'
+    )
+
+
+def _exits(local, whole, taints, kinds, options, devices, why) -> tuple[Exit, ...]:
+    structure = local.structure
+    axes = spread_over_output(options.out_axes, structure, "out_axes")
+    reductions = spread_over_output(options.out_reduce, structure, "out_reduce")
+    inner, _ = open_jaxpr(local.jaxpr)
+    inputs = set(map(id, inner.invars))
+    exits = []
+    for index, leaf in enumerate(structure.leaves):
+        evidence = Evidence(
+            local=local.out_shapes[index],
+            whole=None if whole is None else whole.out_shapes[index],
+            taint=taints[index],
+            kind=None if kinds is None else kinds[index],
+            untouched=id(inner.outvars[index]) in inputs and taints[index] is None,
+        )
+        if leaf.is_state:
+            exits.append(
+                state_exit(
+                    leaf,
+                    evidence,
+                    rules=options.state_reduce,
+                    sync_batch_norm=options.sync_batch_norm,
+                    check=options.check,
+                    devices=devices,
+                )
+            )
+        else:
+            position = leaf.position
+            exits.append(
+                output_exit(
+                    leaf,
+                    evidence,
+                    axis=axes[position],
+                    reduction=reductions[position],
+                    devices=devices,
+                    why=why,
+                )
+            )
+    return tuple(exits)

@@ -1,0 +1,162 @@
+"""Where arrays live: the mesh, one copy of the state on each device, the batch split over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_dp._roles import is_array, is_state
+
+
+def make_mesh(mesh: Mesh | None, devices: Any, axis_name: str) -> Mesh:
+    """Returns the mesh to run on, with Auto axes.
+
+    Args:
+      mesh: the caller's mesh, or None for a mesh with one axis.
+      devices: None for all devices, a number of them, or the devices themselves.
+      axis_name: the axis that the batch is split over.
+
+    Raises:
+      ValueError: if there are fewer devices than asked for, the mesh lacks the axis, or both a
+        mesh and devices are given.
+    """
+    if mesh is not None:
+        if devices is not None:
+            raise ValueError("mesh= and devices= are both given; a mesh has its devices. Drop one.")
+        if axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"axis_name is {axis_name!r}, but the mesh has the axes {mesh.axis_names}. Name one "
+                "of them."
+            )
+        # An Explicit axis refuses unsharded inputs and uneven constraints; what the step
+        # computes is the same under Auto axes.
+        auto = (AxisType.Auto,) * len(mesh.axis_names)
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+    if devices is None:
+        chosen = jax.devices()
+    elif isinstance(devices, int):
+        available = jax.devices()
+        if not 1 <= devices <= len(available):
+            raise ValueError(
+                f"devices={devices}, but JAX has {len(available)} "
+                f"{available[0].platform} device(s). Ask for 1 to {len(available)}; on a CPU, call "
+                'jax.config.update("jax_num_cpu_devices", n) before JAX is first used.'
+            )
+        chosen = available[:devices]
+    else:
+        chosen = list(devices)
+        if not chosen:
+            raise ValueError("devices is empty; give at least one device, or None for all.")
+    return Mesh(np.array(chosen), (axis_name,), axis_types=(AxisType.Auto,))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def sharded(mesh: Mesh, axis_name: str, axis: int) -> NamedSharding:
+    return NamedSharding(mesh, spec(axis_name, axis))
+
+
+def spec(axis_name: str, axis: int) -> P:
+    return P(*[None] * axis, axis_name)
+
+
+def put(leaf: Any, sharding: NamedSharding, *, copy: bool = False) -> Any:
+    """Places an array; one that is in place already is passed through, unless `copy`."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        return jnp.copy(leaf) if copy else leaf
+    return jax.device_put(leaf, sharding, may_alias=False if copy else None)
+
+
+def replicate(*state: Any, mesh: Mesh | None = None, devices: Any = None) -> Any:
+    """Places a copy of the state on every device, in place.
+
+    A decorated step does this at its first call.  Doing it before shows how much memory the state
+    takes, and lets other code use the replicated arrays.
+
+    Args:
+      *state: NNX objects; their Variables are updated in place.
+      mesh: the mesh to place them on; by default one with all devices.
+      devices: instead of a mesh, a number of devices or the devices themselves.
+
+    Returns:
+      The object given, or a tuple of them.
+
+    Raises:
+      TypeError: if an argument is not an NNX object.
+
+    Example::
+
+      >>> import nnx_dp
+      >>> from flax import nnx
+      >>> model = nnx_dp.replicate(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+      >>> model.kernel[...].sharding.is_fully_replicated
+      True
+    """
+    axis_name = "data" if mesh is None else mesh.axis_names[0]
+    sharding = replicated(make_mesh(mesh, devices, axis_name))
+    for index, node in enumerate(state):
+        if not is_state(node):
+            raise TypeError(
+                f"replicate was given a {type(node).__name__} as argument {index}; it takes NNX "
+                "objects. For a batch, use shard_batch."
+            )
+        for _, value in nnx.iter_graph(node, graph=True):
+            if isinstance(value, nnx.Variable):
+                placed = jax.tree.map(lambda x: put(x, sharding), value.get_raw_value())
+                value.set_raw_value(placed)
+    return state[0] if len(state) == 1 else state
+
+
+def shard_batch(
+    batch: Any, *, mesh: Mesh | None = None, devices: Any = None, axis_name: str = "data", axis: int = 0
+) -> Any:
+    """Splits the arrays of a batch over the devices.
+
+    Args:
+      batch: pytree of arrays of shape ``[B, ...]`` (B examples); scalars are replicated.
+      mesh: the mesh to place it on; by default one with all devices.
+      devices: instead of a mesh, a number of devices or the devices themselves.
+      axis_name: the mesh axis to split over.
+      axis: the axis of each array that holds the examples.
+
+    Returns:
+      The batch as JAX arrays, with B / devices examples on each device.  Where the number of
+      devices does not divide B, the array is placed whole on every device.
+
+    Example::
+
+      >>> import nnx_dp, numpy as np
+      >>> x = nnx_dp.shard_batch(np.zeros((8, 3)), devices=1)
+      >>> x.shape
+      (8, 3)
+    """
+    mesh = make_mesh(mesh, devices, axis_name)
+    count = mesh.shape[axis_name]
+
+    def place(leaf: Any) -> Any:
+        if not is_array(leaf) or leaf.ndim <= axis or leaf.shape[axis] % count:
+            return put(leaf, replicated(mesh))
+        return put(leaf, sharded(mesh, axis_name, axis))
+
+    return jax.tree.map(place, batch)
+
+
+def copies_of_shared(leaves: Sequence[Any]) -> list[Any]:
+    """Copies arrays that occur a second time in a list: a buffer can be donated only once."""
+    seen: set[int] = set()
+    out = []
+    for leaf in leaves:
+        if id(leaf) in seen:
+            leaf = jnp.copy(leaf)
+        seen.add(id(leaf))
+        out.append(leaf)
+    return out

@@ -1,0 +1,223 @@
+"""The proof that replicas agree: which outputs of a per-device jaxpr vary between devices.
+
+A value varies if it is computed from something that varies.  Variation starts at the per-device
+batch, at folded random keys, at `axis_index`, and at anything that reaches outside the program.
+It ends at a collective over the whole data axis, whose result every device holds alike.
+
+The walk never calls a varying value replicated; it may call a replicated one varying, where it
+meets something that it does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nnx_dp._grad_sync import grad_sync_p, loss_p
+from nnx_dp._jaxpr import (
+    Literal,
+    call_body,
+    mapped_axes,
+    open_jaxpr,
+    scan_counts,
+    sub_jaxprs,
+    user_line,
+)
+
+# A collective of these over the data axis leaves the same value on every device.
+_AGREEING = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
+# These differ between devices whatever they are given.
+_DISAGREEING = {
+    "axis_index",
+    "ppermute",
+    "pshuffle",
+    "pgather",
+    "all_to_all",
+    "ragged_all_to_all",
+    "reduce_scatter",
+    "infeed",
+    "rng_uniform",
+}
+_REF_WRITES = {"swap", "addupdate", "masked_swap"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """Why a value varies: where it started, and the last line of user code that it went through.
+
+    Attributes:
+      origin: what made it vary, in words.
+      line: `file:line` of the user code that computed it, or "".
+    """
+
+    origin: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.origin}, computed at {self.line}" if self.line else self.origin
+
+
+Taint = Variation | None
+"""None where a value is the same on every device."""
+
+
+def find_variation(
+    jaxpr: Any,
+    taints: Sequence[Taint],
+    *,
+    axis_name: str,
+    on_gradient: Callable[[int, int, bool], None] = lambda site, leaf, varies: None,
+    on_loss: Callable[[int, Taint], None] = lambda site, taint: None,
+) -> list[Taint]:
+    """Walks a per-device jaxpr from its inputs to its outputs.
+
+    Args:
+      jaxpr: the step's body as one device runs it.
+      taints: for each input, None or why it varies.
+      axis_name: the data axis.
+      on_gradient: called with (gradient, leaf, whether the differentiated value varies).
+      on_loss: called with (gradient, why its loss varies or None).
+
+    Returns:
+      For each output, None if it is provably equal on all devices, or why it varies.
+    """
+    return _Walk(axis_name, on_gradient, on_loss).jaxpr(jaxpr, list(taints))
+
+
+@dataclasses.dataclass
+class _Walk:
+    axis_name: str
+    on_gradient: Callable[[int, int, bool], None]
+    on_loss: Callable[[int, Taint], None]
+
+    def jaxpr(self, jaxpr: Any, taints: list[Taint]) -> list[Taint]:
+        """Returns the taint of each output; writes to Refs are recorded in `taints`."""
+        inner, _ = open_jaxpr(jaxpr)
+        env: dict[Any, Taint] = dict(zip(inner.invars, taints, strict=True))
+        for eqn in inner.eqns:
+            operands = [self._read(env, atom) for atom in eqn.invars]
+            results = self._equation(eqn, operands)
+            for atom, taint in zip(eqn.invars, operands, strict=True):
+                if not isinstance(atom, Literal) and taint is not None:
+                    env[atom] = env.get(atom) or taint
+            env.update(zip(eqn.outvars, results, strict=True))
+        for index, var in enumerate(inner.invars):
+            taints[index] = env[var]
+        return [self._read(env, atom) for atom in inner.outvars]
+
+    def _read(self, env: dict[Any, Taint], atom: Any) -> Taint:
+        return None if isinstance(atom, Literal) else env.get(atom)
+
+    def _equation(self, eqn: Any, operands: list[Taint]) -> list[Taint]:
+        name = eqn.primitive.name
+        if eqn.primitive is grad_sync_p:
+            return [self._gradient(eqn, *operands)]
+        if eqn.primitive is loss_p:
+            self.on_loss(eqn.params["site"], operands[0])
+            return operands
+        if name in _AGREEING and self._spans_data_axis(eqn):
+            return [None] * len(eqn.outvars)
+        if name in _DISAGREEING or self._reaches_outside(eqn):
+            return [Variation(name, user_line(eqn))] * len(eqn.outvars)
+        if name == "scan":
+            return self._scan(eqn, operands)
+        if name == "while":
+            return self._while(eqn, operands)
+        if name == "cond":
+            return self._cond(eqn, operands)
+        body = call_body(eqn)
+        if body is not None and name not in ("pallas_call", "shard_map"):
+            return self.jaxpr(body, operands)
+        return self._opaque(eqn, operands)
+
+    def _gradient(self, eqn: Any, cotangent: Taint, primal: Taint) -> Taint:
+        params = eqn.params
+        if not params["derived"] and params["reduce"] != "keep":
+            self.on_gradient(params["site"], params["leaf"], primal is not None)
+        if params["reduce"] in ("keep", "scale"):
+            return cotangent
+        if params["reduce"] == "plan" and primal is not None:
+            return cotangent
+        return None
+
+    def _spans_data_axis(self, eqn: Any) -> bool:
+        return (
+            self.axis_name in mapped_axes(eqn) and eqn.params.get("axis_index_groups") is None
+        )
+
+    def _reaches_outside(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if "callback" in name or "ffi" in name or "custom_call" in name:
+            return True
+        return any("Ordered" in type(e).__name__ or "IO" in type(e).__name__ for e in eqn.effects)
+
+    def _opaque(self, eqn: Any, operands: list[Taint]) -> list[Taint]:
+        """Any equation that only computes: its results vary if an operand does."""
+        cause = next((taint for taint in operands if taint is not None), None)
+        if cause is None and any(self._disagrees(sub) for sub in sub_jaxprs(eqn)):
+            cause = Variation(f"a per-device value inside {eqn.primitive.name}")
+        if cause is not None:
+            cause = Variation(cause.origin, user_line(eqn) or cause.line)
+            if eqn.primitive.name in _REF_WRITES:
+                operands[0] = operands[0] or cause
+            elif eqn.effects:
+                operands[:] = [taint or cause for taint in operands]
+        return [cause] * len(eqn.outvars)
+
+    def _disagrees(self, jaxpr: Any) -> bool:
+        inner, _ = open_jaxpr(jaxpr)
+        return any(
+            eqn.primitive.name in _DISAGREEING
+            or self._reaches_outside(eqn)
+            or any(self._disagrees(sub) for sub in sub_jaxprs(eqn))
+            for eqn in inner.eqns
+        )
+
+    def _scan(self, eqn: Any, operands: list[Taint]) -> list[Taint]:
+        consts, carried = scan_counts(eqn)
+        end = consts + carried
+        while True:
+            before, inputs = list(operands), list(operands)
+            results = self.jaxpr(eqn.params["jaxpr"], inputs)
+            # A Ref that the body writes to is a constant or an input of the scan.
+            operands[:consts], operands[end:] = inputs[:consts], inputs[end:]
+            operands[consts:end] = [
+                old or new for old, new in zip(before[consts:end], results[:carried], strict=True)
+            ]
+            if _same(before, operands):
+                return operands[consts:end] + results[carried:]
+
+    def _while(self, eqn: Any, operands: list[Taint]) -> list[Taint]:
+        cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        start = cond_consts + body_consts
+        while True:
+            before, inputs = list(operands), operands[cond_consts:]
+            carry = operands[start:]
+            (stop,) = self.jaxpr(eqn.params["cond_jaxpr"], operands[:cond_consts] + carry)
+            results = self.jaxpr(eqn.params["body_jaxpr"], inputs)
+            operands[cond_consts:start] = inputs[:body_consts]
+            # Devices that stop at different times hold different carries.
+            operands[start:] = [
+                old or new or stop for old, new in zip(carry, results, strict=True)
+            ]
+            if _same(before, operands):
+                return operands[start:]
+
+    def _cond(self, eqn: Any, operands: list[Taint]) -> list[Taint]:
+        predicate, *rest = operands
+        outputs: list[Taint] = [predicate] * len(eqn.outvars)
+        for branch in eqn.params["branches"]:
+            inputs = list(rest)
+            results = self.jaxpr(branch, inputs)
+            outputs = [old or new for old, new in zip(outputs, results)]
+            written = [
+                old or new or (predicate if eqn.effects else None)
+                for old, new in zip(operands[1:], inputs)
+            ]
+            operands[1:] = written
+        return outputs
+
+
+def _same(first: list[Taint], second: list[Taint]) -> bool:
+    return [t is None for t in first] == [t is None for t in second]

@@ -1,0 +1,382 @@
+"""What each argument is: state, batch, replicated or static.
+
+`bind_call` matches a call against the step's signature, unwraps partials and bound methods, and
+gives every leaf of every argument one role:
+
+    state       NNX graph nodes and Variables: the same on every device, updated in place
+    batch       arrays with at least one axis: split over the devices
+    replicated  scalars, 0-d arrays, typed PRNG keys: the same on every device
+    static      everything else that can be hashed: part of the compilation
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+INFER = ...
+"""In `in_axes`: work the role out."""
+
+
+class Role(enum.Enum):
+    STATE = "state"
+    BATCH = "batch"
+    REPLICATED = "replicated"
+    STATIC = "static"
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One leaf of the call: its path as the caller would write it, its role and its batch axis."""
+
+    path: str
+    role: Role
+    axis: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A static value that compares by type as well, so that True is not 1."""
+
+    value: Hashable
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Static)
+            and type(self.value) is type(other.value)
+            and bool(self.value == other.value)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+@dataclasses.dataclass
+class BoundCall:
+    """One call, taken apart.
+
+    Attributes:
+      function: the step itself, with no partial or method around it.
+      nodes: the NNX objects among the arguments, in order.
+      arrays: the batch and replicated leaves, in order.
+      arguments: one entry for each leaf, state, arrays and static values interleaved.
+      key: hashable; equal for calls whose structure, roles and static values are equal.
+    """
+
+    function: Callable[..., Any]
+    nodes: list[Any]
+    arrays: list[Any]
+    arguments: tuple[Argument, ...]
+    statics: tuple[Static, ...]
+    treedef: Any
+
+    @property
+    def key(self) -> Hashable:
+        return self.treedef, self.arguments, self.statics
+
+    def node_paths(self) -> list[str]:
+        return [a.path for a in self.arguments if a.role is Role.STATE]
+
+    def array_arguments(self) -> list[Argument]:
+        return [a for a in self.arguments if a.role in (Role.BATCH, Role.REPLICATED)]
+
+    def call(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Calls the step with these objects and arrays in the places of the caller's."""
+        sources: dict[Role, Iterator[Any]] = {
+            Role.STATE: iter(nodes),
+            Role.BATCH: (arrays_iter := iter(arrays)),
+            Role.REPLICATED: arrays_iter,
+            Role.STATIC: (static.value for static in self.statics),
+        }
+        leaves = [next(sources[argument.role]) for argument in self.arguments]
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        return self.function(*args, **kwargs)
+
+
+def is_state(value: Any) -> bool:
+    return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
+
+
+def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict]:
+    """Returns the function under partials and bound methods, and the arguments that they hold."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(function, functools.partial):
+            args, kwargs = function.args + args, {**function.keywords, **kwargs}
+            function = function.func
+        elif inspect.ismethod(function):
+            args, function = (function.__self__, *args), function.__func__
+        elif is_state(function):
+            args, function = (function, *args), type(function).__call__
+        else:
+            return function, args, kwargs
+
+
+def bind_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    in_axes: Any = INFER,
+    static_argnums: Sequence[int] = (),
+    static_argnames: Sequence[str] = (),
+) -> BoundCall:
+    """Matches a call against a signature and gives each leaf its role.
+
+    Raises:
+      TypeError: if the call does not fit the signature, or a leaf is neither an array nor hashable.
+      ValueError: if `in_axes` does not fit the arguments.
+    """
+    function, held_args, held_kwargs = unwrap(function)
+    signature = inspect.signature(function)
+    bound = signature.bind(*held_args, *args, **{**held_kwargs, **kwargs})
+    bound.apply_defaults()
+    names = list(signature.parameters)
+    static_names = set(static_argnames)
+    positional = _positional_names(bound)
+    for index in static_argnums:
+        static_names.add(_parameter_at(index, positional[len(held_args) :], function))
+    unknown = static_names - set(names) - set(bound.kwargs)
+    if unknown:
+        raise ValueError(
+            f"static_argnames names {sorted(unknown)}, but {_name(function)} has the parameters "
+            f"{names}."
+        )
+
+    axes = _axes_by_parameter(in_axes, positional, len(held_args), bound, function)
+    arguments: list[Argument] = []
+    nodes: list[Any] = []
+    arrays: list[Any] = []
+    statics: list[Static] = []
+    wrapped = []
+    for value, name in zip(bound.args, positional, strict=True):
+        wrapped.append(_Whole(value) if name.split("[")[0] in static_names else value)
+    named = {
+        name: _Whole(value) if name in static_names else value
+        for name, value in bound.kwargs.items()
+    }
+    leaves, treedef = jax.tree.flatten((tuple(wrapped), named), is_leaf=_is_leaf)
+    labels = [(name, value) for name, value in zip(positional, wrapped, strict=True)]
+    labels += [(name, named[name]) for name in sorted(named)]
+    described = []
+    for name, value in labels:
+        described += _describe(name, value, axes.get(name, INFER))
+    for leaf, argument in zip(leaves, described, strict=True):
+        arguments.append(argument)
+        if argument.role is Role.STATE:
+            nodes.append(leaf)
+        elif argument.role is Role.STATIC:
+            statics.append(_static(leaf, argument.path))
+        else:
+            arrays.append(leaf)
+    # Static leaves are kept apart: the tree holds only their places.
+    return BoundCall(function, nodes, arrays, tuple(arguments), tuple(statics), treedef)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """Keeps an argument named in static_argnums or static_argnames in one piece."""
+
+    value: Any
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_state(value) or isinstance(value, _Whole)
+
+
+def _describe(name: str, value: Any, axes: Any) -> list[Argument]:
+    paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_leaf)
+    per_leaf = _broadcast_axes(name, axes, value)
+    return [
+        _describe_leaf(name + jax.tree_util.keystr(path), leaf, axis)
+        for (path, leaf), axis in zip(paths, per_leaf, strict=True)
+    ]
+
+
+def _broadcast_axes(name: str, axes: Any, value: Any) -> list[Any]:
+    """Spreads a prefix tree of axes over the leaves of one argument."""
+    if axes is INFER or axes is None or isinstance(axes, (int, nnx.StateAxes)):
+        return [axes] * len(jax.tree.leaves(value, is_leaf=_is_leaf))
+    out: list[Any] = []
+    prefix_leaf = lambda a: a is None or a is INFER or isinstance(a, nnx.StateAxes)  # noqa: E731
+
+    def spread(axis: Any, subtree: Any) -> None:
+        out.extend([axis] * len(jax.tree.leaves(subtree, is_leaf=_is_leaf)))
+
+    try:
+        jax.tree.map(spread, axes, value, is_leaf=prefix_leaf)
+    except ValueError as error:
+        shape = jax.tree.structure(value, is_leaf=_is_leaf)
+        raise ValueError(
+            f"in_axes for {name} is {axes!r}, which is not a prefix of that argument's structure "
+            f"{shape}. Write one axis for the whole argument, or a tree of the same form."
+        ) from error
+    return out
+
+
+def _describe_leaf(path: str, leaf: Any, axis: Any) -> Argument:
+    if isinstance(leaf, _Whole):
+        return Argument(path, Role.STATIC)
+    if is_state(leaf):
+        _check_state_axis(path, axis)
+        return Argument(path, Role.STATE)
+    if axis is not INFER and axis is not None:
+        return Argument(path, Role.BATCH, _checked_axis(path, leaf, axis))
+    if not is_array(leaf):
+        scalar = isinstance(leaf, (int, float, complex, np.generic)) and not isinstance(leaf, bool)
+        return Argument(path, Role.REPLICATED if scalar else Role.STATIC)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUVMm" and not _is_extended(leaf):
+        raise TypeError(
+            f"{path} is a NumPy array of dtype {leaf.dtype}, which JAX cannot hold. Encode it as "
+            "numbers first."
+        )
+    if axis is None or leaf.ndim == 0:
+        return Argument(path, Role.REPLICATED)
+    if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
+        raise ValueError(
+            f"{path} has shape {leaf.shape} and dtype uint32: it is a batch of {leaf.shape[0]} "
+            "integers, or a PRNG key of the old kind. For a key, pass a typed one "
+            "(jax.random.key(0), or jax.random.wrap_key_data(key)). For a batch, say so with "
+            "in_axes=0 for this argument."
+        )
+    return Argument(path, Role.BATCH, 0)
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _is_extended(leaf: np.ndarray) -> bool:
+    return leaf.dtype.kind == "V" and leaf.dtype.names is None  # bfloat16, float8
+
+
+def is_key(value: Any) -> bool:
+    return is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _checked_axis(path: str, leaf: Any, axis: Any) -> int:
+    if not is_array(leaf):
+        raise ValueError(
+            f"in_axes gives axis {axis!r} for {path}, which is a {type(leaf).__name__} and has no "
+            "axes. Write None for it."
+        )
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise ValueError(f"in_axes for {path} is {axis!r}; write an int, None or ... for it.")
+    if not -leaf.ndim <= axis < leaf.ndim:
+        raise ValueError(
+            f"in_axes gives axis {axis} for {path}, which has shape {leaf.shape}. Write an axis "
+            f"from {-leaf.ndim} to {leaf.ndim - 1}, or None to replicate it."
+        )
+    return axis % leaf.ndim
+
+
+def _check_state_axis(path: str, axis: Any) -> None:
+    split = axis if isinstance(axis, int) else None
+    if isinstance(axis, nnx.StateAxes):
+        split = next((a for _, a in axis.items() if a is not None), None)
+    if split is not None:
+        raise ValueError(
+            f"in_axes gives axis {split!r} for {path}, which is NNX state. Data parallelism keeps "
+            "one copy of the state on every device: write None, nnx.StateAxes({...: None}) or ... "
+            "for it."
+        )
+
+
+def _static(leaf: Any, path: str) -> Static:
+    value = leaf.value if isinstance(leaf, _Whole) else leaf
+    held = next(
+        (f"{path}.{name}" for name, item in _attributes(value) if is_state(item) or is_array(item)),
+        None,
+    )
+    if held is not None:
+        raise TypeError(
+            f"{path} is a {type(value).__name__}, a plain Python object, and {held} is state or an "
+            f"array, which a compiled step cannot see change. Pass {held} as an argument of its "
+            f"own, or make {type(value).__name__} an nnx.Module or a registered pytree."
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{path} is a {type(value).__name__}: neither an array nor hashable. Pass arrays, NNX "
+            "objects, pytrees of them, or hashable values (a frozen dataclass, a tuple) that are "
+            "part of the compilation."
+        ) from error
+    return Static(value)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, type) or callable(value):
+        return []
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def _positional_names(bound: inspect.BoundArguments) -> list[str]:
+    """Names the positional arguments of a call; those of *args are `args[0]`, `args[1]`."""
+    names: list[str] = []
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(len(bound.arguments.get(name, ())))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(name)
+    return names[: len(bound.args)]
+
+
+def _parameter_at(index: int, names: Sequence[str], function: Callable[..., Any]) -> str:
+    if not -len(names) <= index < len(names):
+        raise ValueError(
+            f"static_argnums names argument {index}, but {_name(function)} was called with "
+            f"{len(names)} positional arguments: {list(names)}."
+        )
+    return names[index].split("[")[0]
+
+
+def _axes_by_parameter(
+    in_axes: Any,
+    positional: list[str],
+    held: int,
+    bound: inspect.BoundArguments,
+    function: Callable[..., Any],
+) -> dict[str, Any]:
+    """Returns the `in_axes` entry of each parameter; those that it leaves out are inferred."""
+    if in_axes is INFER:
+        return {}
+    if isinstance(in_axes, Mapping) and not isinstance(in_axes, nnx.StateAxes):
+        unknown = set(in_axes) - set(positional) - set(bound.kwargs)
+        if unknown:
+            raise ValueError(
+                f"in_axes names {sorted(map(str, unknown))}, but {_name(function)} was called with "
+                f"{positional + list(bound.kwargs)}."
+            )
+        return dict(in_axes)
+    given = positional[held:]
+    if isinstance(in_axes, (tuple, list)):
+        required = [
+            name
+            for name in given
+            if bound.signature.parameters.get(name, _NO_DEFAULT).default is inspect.Parameter.empty
+        ]
+        if not len(required) <= len(in_axes) <= len(given):
+            raise ValueError(
+                f"in_axes has {len(in_axes)} entries, but {_name(function)} was called with "
+                f"{len(given)} arguments: {given}. Write one entry for each."
+            )
+        return dict(zip(given, in_axes, strict=False))
+    return dict.fromkeys([*given, *bound.kwargs], in_axes)
+
+
+_NO_DEFAULT = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", repr(function))

@@ -1,0 +1,1 @@
+"""One launcher for each strategy, behind one interface (`Launch` in `_interface.py`)."""

@@ -1,0 +1,94 @@
+"""Strategy "jit": one program over the global batch, which XLA partitions.
+
+The state is placed on every device and the batch split over them; the step's body is the user's,
+unchanged, and sees global shapes.  Random numbers are those of one device, bit for bit.
+
+A batch that the devices do not divide is passed in whole and constrained to the data axis inside,
+where JAX allows an uneven split and XLA pads: exact, and still parallel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from nnx_dp._context import StepContext, entered
+from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
+from nnx_dp._placement import copies_of_shared, put, replicated, sharded
+from nnx_dp._roles import BoundCall
+from nnx_dp._strategies._interface import Launch, Signature
+
+
+def compile_jit(signature: Signature) -> Launch:
+    """Compiles a signature at its first launch; see `Launch`."""
+    mesh, axis_name = signature.mesh, signature.options.axis_name
+    whole = replicated(mesh)
+    split = [
+        None if argument.axis is None else sharded(mesh, axis_name, argument.axis)
+        for argument in signature.arguments
+    ]
+    uneven = [
+        argument.axis is not None and array.shape[argument.axis] % signature.devices != 0
+        for argument, array in zip(signature.arguments, signature.bound.arrays, strict=True)
+    ]
+    placements = [
+        whole if sharding is None or odd else sharding
+        for sharding, odd in zip(split, uneven, strict=True)
+    ]
+    context = StepContext(mode="global", axis_name=axis_name, axis_size=1)
+    structures: list[OutStructure] = []
+
+    def body(nodes, arrays):
+        arrays = [
+            jax.lax.with_sharding_constraint(array, sharding) if odd else array
+            for array, sharding, odd in zip(arrays, split, uneven, strict=True)
+        ]
+        with entered(context):
+            return signature.bound.call(nodes, arrays)
+
+    flat = flatten_call(
+        signature.bound, signature.state.graphdef, signature.state.treedef, body, structures.append
+    )
+
+    def function(state_leaves, arrays):
+        leaves = flat(state_leaves, arrays)
+        return [
+            jax.lax.with_sharding_constraint(value, whole) if leaf.is_state else value
+            for leaf, value in zip(structures[-1].leaves, leaves, strict=True)
+        ]
+
+    jitted = jax.jit(function, donate_argnums=(0,) if signature.donate else ())
+    return FlatLaunch(jitted, structures, whole, placements, signature.donate)
+
+
+class FlatLaunch:
+    """Launches a compiled function of flat lists: places, runs, writes back.
+
+    Attributes:
+      jitted: `(state leaves, arrays) -> leaves`, the function that `jax.jit` returned.
+    """
+
+    def __init__(self, jitted, structures, state_placement, placements, donate):
+        self.jitted = jitted
+        self._structures = structures
+        self._state_placement = state_placement
+        self._placements = placements
+        self._donate = donate
+        self._first = True
+
+    def place(self, bound: BoundCall, state: StateLeaves) -> tuple[list[Any], list[Any]]:
+        copy = self._donate and self._first
+        leaves = [put(leaf, self._state_placement, copy=copy) for leaf in state.leaves]
+        if self._donate:
+            leaves = copies_of_shared(leaves)
+        arrays = [
+            put(array, placement)
+            for array, placement in zip(bound.arrays, self._placements, strict=True)
+        ]
+        return leaves, arrays
+
+    def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
+        leaves = self.jitted(*self.place(bound, state))
+        self._first = False
+        return write_back(self._structures[-1], leaves, state.references)

@@ -1,0 +1,96 @@
+"""Strategy "pmap": the per-device body, launched by `nnx.pmap`.
+
+The batch gets a leading device axis here and loses it again on the way out; the state is broadcast
+with `nnx.StateAxes`.  The caller sees neither.  `nnx.pmap` itself carries the state's updates and
+structure back to the caller's objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.graphlib import IndexMap, RefMap
+
+from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, write_back
+from nnx_dp._per_device import make_plan, per_device_body
+from nnx_dp._placement import put, replicated
+from nnx_dp._roles import BoundCall
+from nnx_dp._strategies._interface import Launch, Signature
+
+
+def compile_pmap(signature: Signature) -> Launch:
+    """Plans a signature now and compiles it at its first launch; see `Launch`."""
+    bound, options, devices = signature.bound, signature.options, signature.devices
+    axis_name = options.axis_name
+    plan = make_plan(bound, signature.state, options, devices)
+    outputs = [i for i, leaf in enumerate(plan.structure.leaves) if not leaf.is_state]
+    structures: list[OutStructure] = []
+
+    def on_each_device(nodes, arrays):
+        references = RefMap()
+        nnx.flatten(nodes, ref_index=references, graph=True)
+        inputs = StateLeaves(nodes, bound.node_paths())
+        body = per_device_body(bound, options, devices, plan.ledger())
+        output = body(nodes, arrays)
+        leaves, structure = flatten_output(bound, nodes, output, outer_index=references)
+        structures.append(structure)
+        before = dict(zip(inputs.paths, inputs.leaves, strict=True))
+        leaves = plan.leave(leaves, before, axis_name)
+        write_back(structure, leaves, references)
+        return [leaves[i] for i in outputs]
+
+    broadcast = nnx.StateAxes({...: None})
+    out_axes = [plan.exits[i].axis if plan.exits[i].how == "concatenate" else None for i in outputs]
+    array_axes = [argument.axis for argument in signature.arguments]
+    mapped = nnx.pmap(
+        on_each_device,
+        axis_name=axis_name,
+        in_axes=([broadcast] * len(bound.nodes), array_axes),
+        out_axes=out_axes,
+        devices=list(signature.mesh.devices.flat),
+        donate_argnums=(0,) if signature.donate else (),
+        graph=True,
+        graph_updates=True,
+    )
+    return _PmapLaunch(mapped, structures, array_axes, out_axes, signature)
+
+
+class _PmapLaunch:
+    def __init__(self, mapped, structures, array_axes, out_axes, signature):
+        self.mapped = mapped
+        self._structures = structures
+        self._array_axes = array_axes
+        self._out_axes = out_axes
+        self._devices = signature.devices
+        self._placement = replicated(signature.mesh)
+
+    def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
+        arrays = [
+            put(array, self._placement) if axis is None else _add_axis(array, axis, self._devices)
+            for array, axis in zip(bound.arrays, self._array_axes, strict=True)
+        ]
+        out = self.mapped(bound.nodes, arrays)
+        out = [
+            leaf if axis is None else _join_axis(leaf, axis)
+            for leaf, axis in zip(out, self._out_axes, strict=True)
+        ]
+        after = StateLeaves(bound.nodes, bound.node_paths())
+        return write_back(self._structures[-1], after.leaves + out, after.references)
+
+
+def _add_axis(array: Any, axis: int, devices: int) -> Any:
+    """[..., B, ...] -> [..., devices, B / devices, ...], the device axis at `axis`."""
+    shape = array.shape
+    xp = np if isinstance(array, np.ndarray) else jnp
+    return xp.reshape(array, (*shape[:axis], devices, shape[axis] // devices, *shape[axis + 1 :]))
+
+
+def _join_axis(array: Any, axis: int) -> Any:
+    """[..., devices, b, ...] -> [..., devices * b, ...]."""
+    shape = array.shape
+    joined = (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    return jnp.reshape(array, joined)

@@ -1,0 +1,79 @@
+"""Strategy "shard_map": the per-device body, one copy a device, joined by `jax.shard_map`.
+
+`check_vma=False`: with it, JAX inserts a psum of its own into the gradients of replicated state,
+which makes them N times too large, and refuses kernels and loops that it cannot type.  The package
+proves replication itself (`_replication.py`).
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_dp._context import StepContext, entered
+from nnx_dp._graph import OutStructure, flatten_call
+from nnx_dp._per_device import Plan, make_plan, per_device_body
+from nnx_dp._placement import replicated, spec
+from nnx_dp._strategies._interface import Launch, Signature
+from nnx_dp._strategies.jit import FlatLaunch
+
+
+def compile_shard_map(signature: Signature) -> Launch:
+    """Plans a signature now and compiles it at its first launch; see `Launch`."""
+    mesh, axis_name = signature.mesh, signature.options.axis_name
+    bound, state = signature.bound, signature.state
+    plan = make_plan(bound, state, signature.options, signature.devices)
+    structures: list[OutStructure] = []
+
+    def function(state_leaves, arrays):
+        body = per_device_body(bound, signature.options, signature.devices, plan.ledger())
+        flat = flatten_call(bound, state.graphdef, state.treedef, body, structures.append)
+        inputs = dict(zip(state.paths, state_leaves, strict=True))
+        return plan.leave(flat(state_leaves, arrays), inputs, axis_name)
+
+    array_specs = [
+        P() if argument.axis is None else spec(axis_name, argument.axis)
+        for argument in signature.arguments
+    ]
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(P(), array_specs),
+        out_specs=out_specs(plan, axis_name),
+        axis_names={axis_name},
+        check_vma=False,
+    )
+    jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
+    placements = [jax.sharding.NamedSharding(mesh, s) for s in array_specs]
+    return FlatLaunch(jitted, structures, replicated(mesh), placements, signature.donate)
+
+
+def out_specs(plan: Plan, axis_name: str) -> list[P]:
+    return [
+        spec(axis_name, way.axis) if way.how == "concatenate" and way.axis is not None else P()
+        for way in plan.exits
+    ]
+
+
+def compile_replicated(signature: Signature) -> Launch:
+    """Compiles a step that every device runs alike on the whole batch: `uneven="replicate"`.
+
+    The devices do not talk, so the data axis has another name and the body's view is global.
+    """
+    bound, state = signature.bound, signature.state
+    axis_name = "replicas of " + signature.options.axis_name
+    mesh = Mesh(signature.mesh.devices.reshape(-1), (axis_name,))
+    context = StepContext(mode="global", axis_name=signature.options.axis_name, axis_size=1)
+    structures: list[OutStructure] = []
+
+    def body(nodes, arrays):
+        with entered(context):
+            return bound.call(nodes, arrays)
+
+    flat = flatten_call(bound, state.graphdef, state.treedef, body, structures.append)
+    mapped = jax.shard_map(flat, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
+    whole = replicated(mesh)
+    placements = [whole for _ in signature.arguments]
+    return FlatLaunch(jitted, structures, whole, placements, signature.donate)

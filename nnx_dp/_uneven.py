@@ -1,0 +1,105 @@
+"""Batches that the devices do not divide."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_dp._roles import Argument, BoundCall
+
+Uneven = Literal["auto", "replicate", "pad", "drop", "error"]
+UNEVEN = ("auto", "replicate", "pad", "drop", "error")
+
+
+def batch_size(bound: BoundCall, step: str) -> int:
+    """Returns the number of examples in a call.
+
+    Raises:
+      ValueError: if there is no batch, it is empty, or its arrays disagree on its size.
+    """
+    split = [
+        (argument, array.shape[argument.axis])
+        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
+        if argument.axis is not None
+    ]
+    if not split:
+        others = [a.path for a in bound.arguments]
+        raise ValueError(
+            f"data_parallel({step}) found no batch among its arguments {others}: a batch is an "
+            "array with at least one axis. Pass one, or call the step undecorated."
+        )
+    sizes = {size for _, size in split}
+    if len(sizes) > 1:
+        listed = ", ".join(_sized(argument, size) for argument, size in split)
+        raise ValueError(
+            f"data_parallel({step}) found batch arrays of different lengths: {listed}. Every array "
+            "with an axis is taken as part of the batch. Write None in in_axes for one that is the "
+            "same for all examples (in_axes={'name': None}), or the axis that holds its examples."
+        )
+    (size,) = sizes
+    if size == 0:
+        listed = ", ".join(_sized(argument, size) for argument, size in split)
+        raise ValueError(f"data_parallel({step}) was given an empty batch: {listed}.")
+    return size
+
+
+def refuse(bound: BoundCall, size: int, devices: int, step: str, strategy: str) -> ValueError:
+    """Returns the error for a batch that does not divide and may not be bent to."""
+    where = next(a for a in bound.array_arguments() if a.axis is not None)
+    fewer, more = size - size % devices, size + devices - size % devices
+    nearest = f"{fewer} or {more}" if fewer else str(more)
+    return ValueError(
+        f"data_parallel({step}): {where.path} has {size} examples on axis {where.axis}, which "
+        f"{devices} devices do not divide. Options:\n"
+        f"1. A batch of {nearest} examples.\n"
+        '2. strategy="jit" with uneven="auto", which splits any batch exactly'
+        + ("" if strategy == "jit" else f' (this step runs under "{strategy}")')
+        + ".\n"
+        '3. uneven="replicate" (every device computes the whole batch), "pad" (outputs for each '
+        'example only), or "drop" (the remainder is left out).'
+    )
+
+
+def _sized(argument: Argument, size: int) -> str:
+    return f"{argument.path} has {size} on axis {argument.axis}"
+
+
+def drop_remainder(bound: BoundCall, size: int, devices: int) -> None:
+    """Cuts a call's batch to the largest size that the devices divide."""
+    _resize(bound, lambda array, axis: _slice(array, axis, size - size % devices))
+
+
+def pad(bound: BoundCall, size: int, devices: int) -> None:
+    """Lengthens a call's batch, by repeating its last example, to a size that divides."""
+    missing = -size % devices
+
+    def lengthen(array: Any, axis: int) -> Any:
+        xp = np if isinstance(array, np.ndarray) else jnp
+        last = _slice(array, axis, size, start=size - 1)
+        return xp.concatenate([array] + [last] * missing, axis)
+
+    _resize(bound, lengthen)
+
+
+def unpad(output: Any, axes: list[int | None], size: int) -> Any:
+    """Cuts padding out of an output, given the batch axis of each of its arrays."""
+    leaves, treedef = jax.tree.flatten(output)
+    cut = [
+        leaf if axis is None else _slice(leaf, axis, size)
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, cut)
+
+
+def _resize(bound: BoundCall, change: Any) -> None:
+    bound.arrays = [
+        array if argument.axis is None else change(array, argument.axis)
+        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
+    ]
+
+
+def _slice(array: Any, axis: int, stop: int, start: int = 0) -> Any:
+    return array[(slice(None),) * axis + (slice(start, stop),)]
