@@ -1,5 +1,37 @@
-from nnx_dp import _batch_norm as _batch_norm, _metrics as _metrics
-from nnx_dp._collectives import *
-from nnx_dp._collectives import psum, pmean, pmax, pmin, all_gather, axis_index, axis_size, mean
-from nnx_dp._data_parallel import data_parallel
-from nnx_dp._placement import replicate, shard_batch
+"""Data parallelism for Flax NNX: one transform that runs a single-device step on every device."""
+
+from nnx_dp import _batch_norm as _batch_norm
+from nnx_dp import _metrics as _metrics
+from nnx_dp._collectives import all_gather as all_gather
+from nnx_dp._collectives import axis_index as axis_index
+from nnx_dp._collectives import axis_size as axis_size
+from nnx_dp._collectives import mean as mean
+from nnx_dp._collectives import pmax as pmax
+from nnx_dp._collectives import pmean as pmean
+from nnx_dp._collectives import pmin as pmin
+from nnx_dp._collectives import psum as psum
+from nnx_dp._data_parallel import DataParallel as DataParallel
+from nnx_dp._data_parallel import data_parallel as data_parallel
+from nnx_dp._gradients import grad as grad
+from nnx_dp._gradients import value_and_grad as value_and_grad
+from nnx_dp._placement import replicate as replicate
+from nnx_dp._placement import shard_batch as shard_batch
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DataParallel",
+    "all_gather",
+    "axis_index",
+    "axis_size",
+    "data_parallel",
+    "grad",
+    "mean",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
+    "replicate",
+    "shard_batch",
+    "value_and_grad",
+]

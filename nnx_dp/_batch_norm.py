@@ -30,7 +30,9 @@ def _synchronised_call(original: Callable[..., Any]) -> Callable[..., Any]:
             axis_name = None if axis_name == context.axis_name else axis_name
         elif context.sync_batch_norm and axis_name is None:
             axis_name = context.axis_name
-        evaluating = self.use_running_average if use_running_average is None else use_running_average
+        evaluating = (
+            self.use_running_average if use_running_average is None else use_running_average
+        )
         if mask is not None and axis_name == context.axis_name and not evaluating:
             return _masked(self, x, mask, axis_name, original)
         with _axis_name_set(self, axis_name):

@@ -9,11 +9,12 @@ The launcher places the arrays, runs, and writes the new state back into the cal
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
 from flax import nnx
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from nnx_dp._context import current
 from nnx_dp._graph import StateLeaves
 from nnx_dp._outputs import check_out_reduce
-from nnx_dp._per_device import StepOptions, shape_of
+from nnx_dp._per_device import StepOptions, padded_output_axes, shape_of
 from nnx_dp._placement import make_mesh, replicate, shard_batch
 from nnx_dp._roles import INFER, BoundCall, bind_call
 from nnx_dp._state_reduce import parse_rules
@@ -30,117 +31,64 @@ from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.jit import compile_jit
 from nnx_dp._strategies.pmap import compile_pmap
 from nnx_dp._strategies.shard_map import compile_replicated, compile_shard_map
-from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, refuse
+from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, pad, refuse
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STRATEGIES = {"jit": compile_jit, "shard_map": compile_shard_map, "pmap": compile_pmap}
+Strategy = Literal["auto", "jit", "shard_map", "pmap"]
+_COMPILERS: dict[str, Callable[[Signature], Launch]] = {
+    "jit": compile_jit,
+    "shard_map": compile_shard_map,
+    "pmap": compile_pmap,
+    "replicate": compile_replicated,
+}
+_STRATEGIES = ("auto", "jit", "shard_map", "pmap")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The decorator's arguments that say how a step is called, placed and launched."""
+
+    strategy: str
+    mesh: Mesh | None
+    devices: int | Sequence[jax.Device] | None
+    in_axes: Any
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    donate: bool
+    uneven: str
 
 
 class DataParallel(Generic[P, R]):
-    """A step that runs on every device; made by `data_parallel`."""
+    """A step that runs on every device; made by `data_parallel`.
 
-    def __init__(self, function: Callable[P, R], settings: dict[str, Any]):
+    Called as the plain step is called; `__wrapped__` is the plain step.
+    """
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, function: Callable[P, R], settings: _Settings, options: StepOptions):
         functools.update_wrapper(self, function)
-        self._function = function
         self._settings = settings
-        self._strategy: str = settings["strategy"]
-        self._options: StepOptions = settings["options"]
+        self._options = options
         self._launches: dict[Any, Launch] = {}
         self._warned: set[str] = set()
-        self._lock = threading.RLock()
+        self._compiling = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound = self._bind(args, kwargs)
-        launch_kind = self._even_out(bound)
-        state = StateLeaves(bound.nodes, bound.node_paths())
-        with self._lock:
-            launch = self._launch(bound, state, launch_kind)
+        bound, state, launch = self._prepare(args, kwargs)
         return launch(bound, state)
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The devices, as a mesh with the data axis; made when first asked for."""
-        return make_mesh(
-            self._settings["mesh"], self._settings["devices"], self._options.axis_name
-        )
+        """The devices, as a mesh with the data axis; made when it is first needed."""
+        return make_mesh(self._settings.mesh, self._settings.devices, self._options.axis_name)
 
     @property
-    def devices(self) -> int:
-        """Over how many devices the batch is split."""
-        return self.mesh.shape[self._options.axis_name]
-
-    def _bind(self, args: Any, kwargs: Any) -> BoundCall:
-        if current() is not None:
-            raise RuntimeError(
-                f"data_parallel({self._name}) was called inside another decorated step. The outer "
-                f"step is data-parallel already: call the plain function there "
-                f"({self._name}.__wrapped__)."
-            )
-        return bind_call(
-            self._function,
-            args,
-            kwargs,
-            in_axes=self._settings["in_axes"],
-            static_argnums=self._settings["static_argnums"],
-            static_argnames=self._settings["static_argnames"],
-        )
-
-    def _even_out(self, bound: BoundCall) -> str:
-        """Deals with a batch that the devices do not divide; returns what is to be compiled."""
-        size = batch_size(bound, self._name)
-        devices, uneven = self.devices, self._settings["uneven"]
-        if size % devices == 0 or (self._strategy == "jit" and uneven == "auto"):
-            return self._strategy
-        if uneven == "drop" and size > devices:
-            self._warn_once(
-                f"the batch has {size} examples, which {devices} devices do not divide; "
-                f'uneven="drop" leaves {size % devices} out'
-            )
-            drop_remainder(bound, size, devices)
-            return self._strategy
-        if uneven == "replicate":
-            self._warn_once(
-                f"the batch has {size} examples, which {devices} devices do not divide; "
-                'uneven="replicate" makes every device compute all of them'
-            )
-            return "replicate"
-        raise refuse(bound, size, devices, self._name, self._strategy)
-
-    def _launch(self, bound: BoundCall, state: StateLeaves, kind: str) -> Launch:
-        shapes = tuple(
-            (aval.shape, aval.dtype, aval.weak_type)
-            for aval in map(shape_of, [*state.leaves, *bound.arrays])
-        )
-        modes = (
-            nnx.set_graph_mode.current_value(),
-            nnx.set_graph_updates.current_value(),
-            jax.config.jax_enable_x64,
-        )
-        key = (kind, bound.key, state.key, shapes, modes)
-        if key not in self._launches:
-            signature = Signature(
-                bound, state, self.mesh, self._options, self._settings["donate"]
-            )
-            compiler = compile_replicated if kind == "replicate" else STRATEGIES[kind]
-            self._launches[key] = compiler(signature)
-        return self._launches[key]
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(f"data_parallel({self._name}): {message}.", stacklevel=4)
-
-    @property
-    def _name(self) -> str:
-        return getattr(self, "__name__", type(self._function).__name__)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    def __repr__(self) -> str:
-        return f"data_parallel({self._name}, strategy={self._strategy!r})"
+    def strategy(self) -> str:
+        """The strategy that was chosen."""
+        return "jit" if self._settings.strategy == "auto" else self._settings.strategy
 
     def replicate(self, *state: Any) -> Any:
         """Places a copy of the state on every device of this step, in place; see `replicate`."""
@@ -150,18 +98,286 @@ class DataParallel(Generic[P, R]):
         """Splits a batch over the devices of this step; see `shard_batch`."""
         return shard_batch(batch, mesh=self.mesh, axis_name=self._options.axis_name)
 
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Traces and lowers the step for these arguments, without running it.
 
-def data_parallel(f=None, /, *, strategy="auto", mesh=None, devices=None, axis_name="data",
-    in_axes=INFER, out_axes=INFER, out_reduce=None, static_argnums=(), static_argnames=(),
-    donate=False, uneven="auto", rngs="split", sync_batch_norm=True, state_reduce=None,
-    check=True, loss_reduce="infer"):
-    """draft"""
-    if strategy not in ("auto", *STRATEGIES):
-        raise ValueError(strategy)
-    options = StepOptions(axis_name=axis_name, out_axes=out_axes, out_reduce=out_reduce, rngs=rngs,
-        sync_batch_norm=sync_batch_norm, state_reduce=parse_rules(state_reduce), check=check, loss_reduce=loss_reduce)
-    settings = dict(strategy="jit" if strategy == "auto" else strategy, mesh=mesh, devices=devices, in_axes=in_axes,
-        static_argnums=static_argnums, static_argnames=static_argnames, donate=donate, uneven=uneven, options=options)
+        Returns:
+          What `jax.jit(...).lower` returns: `.compile()` gives the compiled program, with its HLO
+          (`as_text`), cost and memory analysis.
+
+        Raises:
+          NotImplementedError: under ``"pmap"``, since `nnx.pmap` cannot be lowered ahead of time.
+        """
+        bound, state, launch = self._prepare(args, kwargs)
+        return launch.lower(bound, state)
+
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[BoundCall, StateLeaves, Launch]:
+        bound = self._bind(args, kwargs)
+        how = self._even_out(bound, batch_size(bound, self._name))
+        state = StateLeaves(bound.nodes, bound.node_paths())
+        return bound, state, self._launch(bound, state, how)
+
+    def _bind(self, args: Any, kwargs: Any) -> BoundCall:
+        if current() is not None:
+            raise RuntimeError(
+                f"data_parallel({self._name}) was called inside another decorated step, which is "
+                f"data-parallel already. Call the plain function there: {self._name}.__wrapped__."
+            )
+        return bind_call(
+            self.__wrapped__,
+            args,
+            kwargs,
+            in_axes=self._settings.in_axes,
+            static_argnums=self._settings.static_argnums,
+            static_argnames=self._settings.static_argnames,
+        )
+
+    def _even_out(self, bound: BoundCall, size: int) -> str:
+        """Makes the batch one that can be split; returns the strategy, "replicate" or "pad"."""
+        devices, uneven, strategy = (
+            self.mesh.shape[self._options.axis_name],
+            self._settings.uneven,
+            self.strategy,
+        )
+        if size % devices == 0 or (strategy == "jit" and uneven == "auto"):
+            return strategy
+        told = f"{size} examples, which {devices} devices do not divide"
+        if uneven == "drop" and size > devices:
+            self._warn_once(f'{told}: uneven="drop" leaves the last {size % devices} out')
+            drop_remainder(bound, size, devices)
+            return strategy
+        if uneven == "replicate":
+            self._warn_once(f'{told}: uneven="replicate" makes every device compute all of them')
+            return "replicate"
+        if uneven == "pad":
+            pad(bound, size, devices)
+            return "pad"
+        raise refuse(bound, size, devices, self._name, strategy)
+
+    def _launch(self, bound: BoundCall, state: StateLeaves, how: str) -> Launch:
+        """Returns the launcher of a call's signature, compiled now if it is new."""
+        shapes = tuple(
+            (aval.shape, aval.dtype, aval.weak_type)
+            for aval in map(shape_of, [*state.leaves, *bound.arrays])
+        )
+        modes = (
+            nnx.set_graph_mode.current_value(),
+            nnx.set_graph_updates.current_value(),
+            jax.config.jax_enable_x64,
+        )
+        key = (how, bound.key, state.key, shapes, modes)
+        with self._compiling:
+            if key not in self._launches:
+                signature = Signature(bound, state, self.mesh, self._options, self._settings.donate)
+                if how == "pad":
+                    devices = signature.devices
+                    axes = padded_output_axes(bound, state, self._options, devices)
+                    signature = dataclasses.replace(signature, padded_output_axes=axes)
+                compiler = _COMPILERS[self.strategy if how == "pad" else how]
+                self._launches[key] = compiler(signature)
+            return self._launches[key]
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"data_parallel({self._name}): {message}.", stacklevel=5)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self, "__name__", type(self.__wrapped__).__name__)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds like a function, so that a method can be decorated in its class."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"data_parallel({self._name}, strategy={self._settings.strategy!r})"
+
+
+@overload
+def data_parallel(
+    f: Callable[P, R],
+    /,
+    *,
+    strategy: Strategy = ...,
+    mesh: Mesh | None = ...,
+    devices: int | Sequence[jax.Device] | None = ...,
+    axis_name: str = ...,
+    in_axes: Any = ...,
+    out_axes: Any = ...,
+    out_reduce: Any = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    donate: bool = ...,
+    uneven: Literal["auto", "replicate", "pad", "drop", "error"] = ...,
+    rngs: str | Sequence[str] = ...,
+    sync_batch_norm: bool = ...,
+    state_reduce: Any = ...,
+    check: bool = ...,
+    loss_reduce: Literal["infer", "mean", "sum"] = ...,
+) -> DataParallel[P, R]: ...
+
+
+@overload
+def data_parallel(
+    *,
+    strategy: Strategy = ...,
+    mesh: Mesh | None = ...,
+    devices: int | Sequence[jax.Device] | None = ...,
+    axis_name: str = ...,
+    in_axes: Any = ...,
+    out_axes: Any = ...,
+    out_reduce: Any = ...,
+    static_argnums: int | Sequence[int] = ...,
+    static_argnames: str | Iterable[str] = ...,
+    donate: bool = ...,
+    uneven: Literal["auto", "replicate", "pad", "drop", "error"] = ...,
+    rngs: str | Sequence[str] = ...,
+    sync_batch_norm: bool = ...,
+    state_reduce: Any = ...,
+    check: bool = ...,
+    loss_reduce: Literal["infer", "mean", "sum"] = ...,
+) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
+
+
+def data_parallel(
+    f=None,
+    /,
+    *,
+    strategy="auto",
+    mesh=None,
+    devices=None,
+    axis_name="data",
+    in_axes=INFER,
+    out_axes=INFER,
+    out_reduce=None,
+    static_argnums=(),
+    static_argnames=(),
+    donate=False,
+    uneven="auto",
+    rngs="split",
+    sync_batch_norm=True,
+    state_reduce=None,
+    check=True,
+    loss_reduce="infer",
+):
+    """Turns a step that was written for one device into one that runs on all of them.
+
+    The decorated step is called with the same arguments, returns what the plain step would have
+    returned for the whole batch, and leaves the same state behind, to floating-point tolerance.
+    What cannot be kept so is an error, raised before anything has changed.
+
+    NNX objects among the arguments (Modules, optimizers, metrics, Rngs, Variables) are state: one
+    copy on each device, updated in place.  Arrays with at least one axis are the batch, split over
+    the devices on axis 0.  Scalars, 0-d arrays and typed PRNG keys are the same on every device.
+    Strings, bools, None, functions and other hashable values are static: part of the compilation.
+
+    Args:
+      f: the step: a function, a method, a `functools.partial`, or a Module to be called.
+      strategy: what the body sees and how it is launched.  "jit": the global batch, partitioned by
+        XLA, with the random numbers of one device.  "shard_map" and "pmap": one device's batch,
+        through `jax.shard_map` or `nnx.pmap`, for kernels that XLA cannot partition.  "auto" is
+        "jit".
+      mesh: the devices, as a mesh that has `axis_name`; by default one axis over all devices.
+      devices: instead of a mesh, how many devices to use, or which.
+      axis_name: the mesh axis that the batch is split over.
+      in_axes: overrides the roles, as in `jax.vmap`: an axis to split on, None for an array that is
+        the same on every device, ... to work it out; one entry, a tuple with one for each
+        positional argument, or a dict by parameter name; each may be a prefix tree.
+      out_axes: for outputs of a per-device strategy, the axis that the devices' parts are joined
+        on, None where they are equal, ... to work it out; a prefix tree of the output.
+      out_reduce: for outputs of a per-device strategy, how the devices' values are reduced:
+        "mean", "sum", "max", "min", or None to work it out; a prefix tree of the output.
+      static_argnums: positions of further static arguments, as in `jax.jit`.
+      static_argnames: names of further static arguments, as in `jax.jit`.
+      donate: whether the buffers of the state may be reused for the new state, as with
+        `donate_argnums` in `jax.jit`.  A donated step that fails on the device has lost its state.
+      uneven: what to do with a batch that the devices do not divide.  "auto": split it unevenly
+        under "jit" (exact), an error elsewhere.  "replicate": every device computes all of it.
+        "pad": pad it and cut the padding out of the outputs, which must be one row for each
+        example.  "drop": leave the remainder out.  "error": an error.
+      rngs: in a per-device strategy, "split" draws different random numbers on each device,
+        "broadcast" the same; a stream's name, or several, keeps these streams the same.  The
+        "params" stream is always the same.
+      sync_batch_norm: in a per-device strategy, whether `nnx.BatchNorm` takes its statistics over
+        all devices (exact); False takes them on each device and averages the running ones.
+      state_reduce: in a per-device strategy, rules for other state that differs between devices: a
+        mapping from NNX filters to "mean", "sum", "accumulate" (the old value plus the sum of the
+        changes), "max", "min", or a function `(old, new) -> value`.
+      check: whether to prove, once a compilation, that all devices end with the state that one
+        device would have.
+      loss_reduce: in a per-device strategy, what a loss is over one device's examples: "mean",
+        "sum", or "infer" to read it off the traced step.
+
+    Returns:
+      A `DataParallel`, called like `f`; or, without `f`, a decorator.
+
+    Raises:
+      ValueError: at once for an argument that is none of the above; at a call for a batch that
+        cannot be split, an output or state that cannot be what one device would have, or too few
+        devices.
+      TypeError: at a call, for an argument that is neither an array, NNX state nor hashable.
+      RuntimeError: at a call inside another decorated step.
+
+    Example::
+
+      >>> import jax.numpy as jnp, nnx_dp, optax
+      >>> from flax import nnx
+      >>> @nnx_dp.data_parallel
+      ... def train_step(model, optimizer, x, y):
+      ...     def loss_fn(model):
+      ...         return jnp.mean((model(x) - y) ** 2)
+      ...     loss, grads = nnx.value_and_grad(loss_fn)(model)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> loss = train_step(model, optimizer, jnp.ones((8, 3)), jnp.zeros((8, 1)))
+      >>> loss.shape
+      ()
+    """
+    _one_of("strategy", strategy, _STRATEGIES)
+    _one_of("uneven", uneven, UNEVEN)
+    _one_of("loss_reduce", loss_reduce, ("infer", "mean", "sum"))
+    check_out_reduce(out_reduce)
+    settings = _Settings(
+        strategy=strategy,
+        mesh=mesh,
+        devices=devices,
+        in_axes=in_axes,
+        static_argnums=(static_argnums,)
+        if isinstance(static_argnums, int)
+        else tuple(static_argnums),
+        static_argnames=(static_argnames,)
+        if isinstance(static_argnames, str)
+        else tuple(static_argnames),
+        donate=donate,
+        uneven=uneven,
+    )
+    options = StepOptions(
+        axis_name=axis_name,
+        out_axes=out_axes,
+        out_reduce=out_reduce,
+        rngs=rngs if isinstance(rngs, str) else tuple(rngs),
+        sync_batch_norm=sync_batch_norm,
+        state_reduce=parse_rules(state_reduce),
+        check=check,
+        loss_reduce=loss_reduce,
+    )
     if f is None:
-        return lambda f: DataParallel(f, settings)
-    return DataParallel(f, settings)
+        return lambda f: _decorate(f, settings, options)
+    return _decorate(f, settings, options)
+
+
+def _decorate(f: Callable[P, R], settings: _Settings, options: StepOptions) -> DataParallel[P, R]:
+    if not callable(f):
+        raise TypeError(f"data_parallel takes a function, not a {type(f).__name__}: {f!r}.")
+    if isinstance(f, DataParallel):
+        raise TypeError(f"{f!r} is data-parallel already; decorate the plain function.")
+    return DataParallel(f, settings, options)
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        listed = ", ".join(f'"{choice}"' for choice in allowed)
+        raise ValueError(f"{name} is {value!r}; write one of {listed}.")

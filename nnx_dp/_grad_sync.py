@@ -154,9 +154,7 @@ batching.fancy_primitive_batchers[grad_sync_p] = _grad_sync_batch
 
 loss_p.def_abstract_eval(lambda loss, **_: loss)
 loss_p.def_impl(lambda loss, **_: loss)
-mlir.register_lowering(
-    loss_p, mlir.lower_fun(lambda loss, **_: loss, multiple_results=False)
-)
+mlir.register_lowering(loss_p, mlir.lower_fun(lambda loss, **_: loss, multiple_results=False))
 ad.deflinear2(loss_p, lambda cotangent, loss, **_: [cotangent])
 batching.primitive_batchers[loss_p] = lambda args, dims, **params: (
     loss_p.bind(*args, **params),
@@ -185,7 +183,7 @@ _synchronised.defvjp(_synchronised_fwd, _synchronised_bwd)
 
 
 def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Wraps the function that JAX differentiates: `(*args) -> (loss, rest)`.
+    """Wraps a function that JAX differentiates: `(self, *args) -> (loss, rest)`.
 
     Inert unless a per-device step is being traced.  Only leaves that the innermost autodiff trace
     differentiates are touched: a custom_vjp on any other would break valid forward-mode code.
@@ -220,6 +218,22 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
         return loss, rest
 
     return hooked
+
+
+@dataclasses.dataclass(eq=False)
+class PlainGradFn:
+    """The counterpart of Flax's classes for plain pytrees, which `jax.grad` differentiates."""
+
+    function: Callable[..., Any]
+    has_aux: bool
+
+    def __post_init__(self):
+        functools.update_wrapper(self, self.function)
+
+    @hook
+    def __call__(self, *args, **kwargs):
+        out = self.function(*args, **kwargs)
+        return out if self.has_aux else (out, None)
 
 
 def _install() -> None:

@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax.extend as jex
-
 import flax
 import jax
+import jax.extend as jex
 
 Jaxpr = jex.core.Jaxpr
 Literal = jex.core.Literal

@@ -12,7 +12,6 @@ not known here; where its state varies between devices, `_state_reduce.py` asks 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -20,8 +20,8 @@ from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger, LossReduce
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call
 from nnx_dp._jaxpr import open_jaxpr
-from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
 from nnx_dp._kinds import find_kinds
+from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
 from nnx_dp._replication import Taint, Variation, find_variation
 from nnx_dp._rngs import is_split, split_key
 from nnx_dp._roles import INFER, BoundCall, Role, is_key
@@ -139,6 +139,36 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     )
     exits = _exits(local, whole, taints, kinds, options, devices, why)
     return Plan(decided, frozenset(batch_leaves), local.structure, exits)
+
+
+def padded_output_axes(
+    bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int
+) -> tuple[int | None, ...]:
+    """Finds the batch axis of every output array of a step that may run on a padded batch.
+
+    Raises:
+      ValueError: if padding would change anything: an output that is not one row for each example,
+        or state that depends on the batch.
+    """
+    local = _trace(bound, state, options, devices, shards=devices)
+    whole = _trace(bound, state, options, 1, shards=1)
+    kinds, _ = find_kinds(
+        local.jaxpr,
+        whole.jaxpr,
+        local.shard_axes,
+        devices=devices,
+        axis_name=options.axis_name,
+        through_collectives=False,
+    )
+    for leaf, kind in zip(local.structure.leaves, kinds, strict=True):
+        if not kind.same and (leaf.is_state or kind.axis is None):
+            raise ValueError(
+                f'uneven="pad" cannot be used with this step: the padding would change {leaf.path}, '
+                f"which is not one row for each example ({kind.reason}). Pad the batch yourself and "
+                'mask it with nnx_dp.mean(losses, where=mask), or use uneven="replicate", "drop" or '
+                'strategy="jit".'
+            )
+    return tuple(kind.axis for kind in kinds)
 
 
 @dataclasses.dataclass

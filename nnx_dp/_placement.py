@@ -117,7 +117,12 @@ def replicate(*state: Any, mesh: Mesh | None = None, devices: Any = None) -> Any
 
 
 def shard_batch(
-    batch: Any, *, mesh: Mesh | None = None, devices: Any = None, axis_name: str = "data", axis: int = 0
+    batch: Any,
+    *,
+    mesh: Mesh | None = None,
+    devices: Any = None,
+    axis_name: str = "data",
+    axis: int = 0,
 ) -> Any:
     """Splits the arrays of a batch over the devices.
 

@@ -142,9 +142,7 @@ class _Walk:
         return None
 
     def _spans_data_axis(self, eqn: Any) -> bool:
-        return (
-            self.axis_name in mapped_axes(eqn) and eqn.params.get("axis_index_groups") is None
-        )
+        return self.axis_name in mapped_axes(eqn) and eqn.params.get("axis_index_groups") is None
 
     def _reaches_outside(self, eqn: Any) -> bool:
         name = eqn.primitive.name
@@ -198,9 +196,7 @@ class _Walk:
             results = self.jaxpr(eqn.params["body_jaxpr"], inputs)
             operands[cond_consts:start] = inputs[:body_consts]
             # Devices that stop at different times hold different carries.
-            operands[start:] = [
-                old or new or stop for old, new in zip(carry, results, strict=True)
-            ]
+            operands[start:] = [old or new or stop for old, new in zip(carry, results, strict=True)]
             if _same(before, operands):
                 return operands[start:]
 

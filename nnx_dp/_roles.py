@@ -70,6 +70,7 @@ class BoundCall:
       arrays: the batch and replicated leaves, in order.
       arguments: one entry for each leaf, state, arrays and static values interleaved.
       key: hashable; equal for calls whose structure, roles and static values are equal.
+      unpadded_size: the number of examples before padding, None for a batch that is not padded.
     """
 
     function: Callable[..., Any]
@@ -78,6 +79,7 @@ class BoundCall:
     arguments: tuple[Argument, ...]
     statics: tuple[Static, ...]
     treedef: Any
+    unpadded_size: int | None = None
 
     @property
     def key(self) -> Hashable:

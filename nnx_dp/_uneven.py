@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from nnx_dp._roles import Argument, BoundCall
 
-Uneven = Literal["auto", "replicate", "pad", "drop", "error"]
 UNEVEN = ("auto", "replicate", "pad", "drop", "error")
 
 
@@ -82,16 +81,17 @@ def pad(bound: BoundCall, size: int, devices: int) -> None:
         return xp.concatenate([array] + [last] * missing, axis)
 
     _resize(bound, lengthen)
+    bound.unpadded_size = size
 
 
-def unpad(output: Any, axes: list[int | None], size: int) -> Any:
-    """Cuts padding out of an output, given the batch axis of each of its arrays."""
-    leaves, treedef = jax.tree.flatten(output)
-    cut = [
+def unpad(leaves: list[Any], axes: Sequence[int | None] | None, size: int | None) -> list[Any]:
+    """Cuts padding out of what a step leaves behind, given the batch axis of each array."""
+    if axes is None or size is None:
+        return leaves
+    return [
         leaf if axis is None else _slice(leaf, axis, size)
         for leaf, axis in zip(leaves, axes, strict=True)
     ]
-    return jax.tree.unflatten(treedef, cut)
 
 
 def _resize(bound: BoundCall, change: Any) -> None:

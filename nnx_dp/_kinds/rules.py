@@ -13,7 +13,7 @@ from typing import Any
 
 from nnx_dp._jaxpr import is_jaxpr, user_line
 from nnx_dp._kinds import algebra
-from nnx_dp._kinds.algebra import KEY, SAME, ZERO, Kind, linear, rows, same, unknown
+from nnx_dp._kinds.algebra import KEY, SAME, ZERO, Kind, linear, rows, unknown
 
 Rule = Callable[["Pair", list[Kind]], list[Kind]]
 
@@ -616,7 +616,10 @@ RULES: dict[str, Rule] = {
         ).split(),
         _window,
     ),
-    **dict.fromkeys("random_fold_in random_split random_wrap random_unwrap random_seed random_clone".split(), _random_key),
+    **dict.fromkeys(
+        "random_fold_in random_split random_wrap random_unwrap random_seed random_clone".split(),
+        _random_key,
+    ),
     "random_bits": _random_bits,
     **dict.fromkeys(KERNELS, _kernel),
 }

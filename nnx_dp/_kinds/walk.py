@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from nnx_dp._grad_sync import grad_sync_p, loss_p
-from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts, user_line
-from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, linear, rows, same, unknown
+from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts
+from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, rows, same, unknown
 from nnx_dp._kinds.rules import KERNELS, RULES, Pair, batch_axis
 
 _CALLBACKS = ("callback", "infeed", "outfeed")
@@ -28,6 +28,7 @@ def find_kinds(
     *,
     devices: int,
     axis_name: str,
+    through_collectives: bool = True,
 ) -> tuple[list[Kind], dict[int, Kind]]:
     """Finds the reduction kind of every output and of every loss.
 
@@ -37,12 +38,14 @@ def find_kinds(
       shard_axes: for each input, the axis that is split over devices, or None.
       devices: the number of devices, at least 2.
       axis_name: the data axis.
+      through_collectives: whether a value may be put together from several devices' examples;
+        False leaves only what is computed from each example alone.
 
     Returns:
       The kind of each output, and the kind of each gradient's loss by the gradient's number.
     """
     inputs = [SAME if axis is None else rows(axis) for axis in shard_axes]
-    walk = _Walk(devices, axis_name)
+    walk = _Walk(devices, axis_name, through_collectives)
     outputs = walk.jaxpr(local, whole, inputs)
     for site, cotangents in walk.cotangents.items():
         # A function with an output for each example, differentiated by nnx.vjp: what its
@@ -56,6 +59,7 @@ def find_kinds(
 class _Walk:
     devices: int
     axis_name: str
+    through_collectives: bool
     losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, Kind] = dataclasses.field(default_factory=dict)
 
@@ -155,6 +159,8 @@ class _Walk:
         site = params["site"]
         old = self.cotangents.get(site, cotangent)
         self.cotangents[site] = join(old, cotangent, pair.why("a gradient"))
+        if not self.through_collectives:
+            return unknown(pair.why("a gradient over the batch"))
         # How the loss is reduced is decided, or refused, by the kind of the loss; either way the
         # gradient that comes out is that of one device.
         return SAME if primal.same else unknown(pair.why("a gradient of a value that varies"))
@@ -167,6 +173,8 @@ class _Walk:
     def _collective(self, name: str, pair: Pair, kind: Kind) -> Kind:
         if kind.tag in ("unknown", "zero"):
             return kind
+        if not self.through_collectives and not kind.same:
+            return unknown(pair.why(f"{name} over the batch"))
         if name == "psum":
             if kind.tag == "linear":
                 return same(kind.power)
@@ -233,9 +241,7 @@ class _Walk:
 
     def _cond(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
         predicate, *operands = kinds
-        branches = zip(
-            pair.local.params["branches"], pair.whole.params["branches"], strict=True
-        )
+        branches = zip(pair.local.params["branches"], pair.whole.params["branches"], strict=True)
         results = [self.jaxpr(a, b, operands) for a, b in branches]
         if not predicate.same:
             why = pair.why("a branch that depends on one device's examples")

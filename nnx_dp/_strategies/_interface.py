@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
+import jax
 from jax.sharding import Mesh
 
 from nnx_dp._graph import StateLeaves
@@ -22,6 +23,8 @@ class Signature:
       mesh: the devices; has `options.axis_name` among its axes.
       options: what the decorator was told.
       donate: whether the buffers of the state may be reused.
+      padded_output_axes: for a padded batch, the batch axis of each array that the step leaves
+        behind, None for those that have none.
     """
 
     bound: BoundCall
@@ -29,6 +32,7 @@ class Signature:
     mesh: Mesh
     options: StepOptions
     donate: bool = False
+    padded_output_axes: tuple[int | None, ...] | None = None
 
     @property
     def devices(self) -> int:
@@ -40,6 +44,12 @@ class Signature:
 
 
 class Launch(Protocol):
-    """Runs one compiled signature: updates the state in place and returns the step's output."""
+    """One compiled signature."""
 
-    def __call__(self, bound: BoundCall, state: StateLeaves) -> Any: ...
+    def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
+        """Runs the step: updates the caller's state in place and returns the step's output."""
+        ...
+
+    def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
+        """Lowers the compiled function without running it."""
+        ...

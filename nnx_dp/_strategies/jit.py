@@ -18,6 +18,7 @@ from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
 from nnx_dp._placement import copies_of_shared, put, replicated, sharded
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
+from nnx_dp._uneven import unpad
 
 
 def compile_jit(signature: Signature) -> Launch:
@@ -59,7 +60,7 @@ def compile_jit(signature: Signature) -> Launch:
         ]
 
     jitted = jax.jit(function, donate_argnums=(0,) if signature.donate else ())
-    return FlatLaunch(jitted, structures, whole, placements, signature.donate)
+    return FlatLaunch(jitted, structures, whole, placements, signature)
 
 
 class FlatLaunch:
@@ -69,15 +70,17 @@ class FlatLaunch:
       jitted: `(state leaves, arrays) -> leaves`, the function that `jax.jit` returned.
     """
 
-    def __init__(self, jitted, structures, state_placement, placements, donate):
+    def __init__(self, jitted, structures, state_placement, placements, signature: Signature):
         self.jitted = jitted
         self._structures = structures
         self._state_placement = state_placement
         self._placements = placements
-        self._donate = donate
+        self._donate = signature.donate
+        self._padded_axes = signature.padded_output_axes
         self._first = True
 
     def place(self, bound: BoundCall, state: StateLeaves) -> tuple[list[Any], list[Any]]:
+        """Returns the state and the other arrays, on the devices where the step wants them."""
         copy = self._donate and self._first
         leaves = [put(leaf, self._state_placement, copy=copy) for leaf in state.leaves]
         if self._donate:
@@ -88,7 +91,11 @@ class FlatLaunch:
         ]
         return leaves, arrays
 
+    def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
+        return self.jitted.lower(*self.place(bound, state))
+
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
         leaves = self.jitted(*self.place(bound, state))
         self._first = False
+        leaves = unpad(leaves, self._padded_axes, bound.unpadded_size)
         return write_back(self._structures[-1], leaves, state.references)

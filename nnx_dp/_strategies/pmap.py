@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.graphlib import IndexMap, RefMap
+from flax.nnx.graphlib import RefMap
 
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, write_back
 from nnx_dp._per_device import make_plan, per_device_body
 from nnx_dp._placement import put, replicated
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
+from nnx_dp._uneven import unpad
 
 
 def compile_pmap(signature: Signature) -> Launch:
@@ -67,6 +68,13 @@ class _PmapLaunch:
         self._out_axes = out_axes
         self._devices = signature.devices
         self._placement = replicated(signature.mesh)
+        self._padded_axes = signature.padded_output_axes
+
+    def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
+        raise NotImplementedError(
+            'nnx.pmap cannot be lowered ahead of time. Lower the step with strategy="shard_map", '
+            "which compiles the same per-device program."
+        )
 
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
         arrays = [
@@ -79,7 +87,8 @@ class _PmapLaunch:
             for leaf, axis in zip(out, self._out_axes, strict=True)
         ]
         after = StateLeaves(bound.nodes, bound.node_paths())
-        return write_back(self._structures[-1], after.leaves + out, after.references)
+        leaves = unpad(after.leaves + out, self._padded_axes, bound.unpadded_size)
+        return write_back(self._structures[-1], leaves, after.references)
 
 
 def _add_axis(array: Any, axis: int, devices: int) -> Any:

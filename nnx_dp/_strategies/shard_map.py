@@ -46,7 +46,7 @@ def compile_shard_map(signature: Signature) -> Launch:
     )
     jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
     placements = [jax.sharding.NamedSharding(mesh, s) for s in array_specs]
-    return FlatLaunch(jitted, structures, replicated(mesh), placements, signature.donate)
+    return FlatLaunch(jitted, structures, replicated(mesh), placements, signature)
 
 
 def out_specs(plan: Plan, axis_name: str) -> list[P]:
@@ -76,4 +76,4 @@ def compile_replicated(signature: Signature) -> Launch:
     jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
     whole = replicated(mesh)
     placements = [whole for _ in signature.arguments]
-    return FlatLaunch(jitted, structures, whole, placements, signature.donate)
+    return FlatLaunch(jitted, structures, whole, placements, signature)
