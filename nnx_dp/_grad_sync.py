@@ -62,7 +62,7 @@ class GradientLedger:
             self.declared[self.opened] = declared
         if self.losses is not None and self.opened >= len(self.losses):
             raise RuntimeError(
-                "nnx_dp: the step took more gradients in its second trace than in its first. A step "
+                "nnx_dp: the step took more gradients in its second trace than in its first. It "
                 "must do the same each time it is traced: look for Python state that it changes."
             )
         self.opened += 1
@@ -121,21 +121,20 @@ def _grad_sync_transpose(outer_cotangent, cotangent, primal, **params):
 def _grad_sync_batch(axis_data, args, dims, **params):
     cotangent, primal = args
     cotangent_dim, primal_dim = dims
-    unbatched = batching.not_mapped
     if axis_data.name == params["axis_name"]:
         # The data axis itself is a vmap: `chex.fake_pmap`.
         if params["reduce"] in ("scale", "keep"):
             return _reduce(cotangent, primal, **params), cotangent_dim
         total = params["reduce"] == "psum"
-        if cotangent_dim is unbatched:
-            return cotangent * (params["axis_size"] if total else 1), unbatched
-        return (cotangent.sum if total else cotangent.mean)(cotangent_dim), unbatched
-    if cotangent_dim is unbatched:
-        if primal_dim is not unbatched:
+        if cotangent_dim is None:
+            return cotangent * (params["axis_size"] if total else 1), None
+        return (cotangent.sum if total else cotangent.mean)(cotangent_dim), None
+    if cotangent_dim is None:
+        if primal_dim is not None:
             primal = lax.index_in_dim(primal, 0, primal_dim, keepdims=False)
-        return grad_sync_p.bind(cotangent, primal, **params), unbatched
+        return grad_sync_p.bind(cotangent, primal, **params), None
     cotangent = batching.moveaxis(cotangent, cotangent_dim, 0)
-    if primal_dim is unbatched:
+    if primal_dim is None:
         # Unbatched state with a batched cotangent is a gradient per example: example i of one
         # device has nothing to do with example i of another.
         params["reduce"] = "keep"

@@ -26,7 +26,6 @@ class StateLeaves:
     Attributes:
       graphdef: the structure of the objects.
       paths: of each array, as the caller would write it: ``model.blocks[3].scale``.
-      variables: the Variable that holds each array, or the array itself.
       leaves: the arrays.
       treedef: how `leaves` fill the Variables, whose values may be pytrees.
     """
@@ -34,17 +33,24 @@ class StateLeaves:
     def __init__(self, nodes: Sequence[Any], node_paths: Sequence[str]):
         self.references = RefMap()
         self.graphdef, flat = nnx.flatten(list(nodes), ref_index=self.references, graph=True)
+        self._holders = flat.leaves
         raw = [_raw(leaf) for leaf in flat.leaves]
         self.leaves, self.treedef = jax.tree.flatten(raw)
-        self.paths, self.variables = [], []
-        for path, leaf, value in zip(flat.paths, flat.leaves, raw, strict=True):
-            count = len(jax.tree.leaves(value))
-            self.paths += [node_paths[path[0]] + dotted(path[1:])] * count
-            self.variables += [leaf] * count
+        self.paths: list[str] = []
+        for path, value in zip(flat.paths, raw, strict=True):
+            name = node_paths[path[0]] + dotted(path[1:])
+            self.paths += [name] * len(jax.tree.leaves(value))
 
     @property
     def key(self) -> Any:
         return self.graphdef, self.treedef
+
+    def replace(self, leaves: Sequence[Any]) -> None:
+        """Puts other arrays of the same values into the Variables."""
+        raw = jax.tree.unflatten(self.treedef, list(leaves))
+        for holder, value in zip(self._holders, raw, strict=True):
+            if isinstance(holder, nnx.Variable):
+                holder.set_raw_value(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from nnx_dp._graph import OutStructure, StateLeaves, flatten_call
 from nnx_dp._jaxpr import open_jaxpr
 from nnx_dp._kinds import find_kinds
 from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
+from nnx_dp._placement import only_mesh
 from nnx_dp._replication import Taint, Variation, find_variation
 from nnx_dp._rngs import is_split, split_key
 from nnx_dp._roles import INFER, BoundCall, Role, is_key
@@ -163,10 +164,10 @@ def padded_output_axes(
     for leaf, kind in zip(local.structure.leaves, kinds, strict=True):
         if not kind.same and (leaf.is_state or kind.axis is None):
             raise ValueError(
-                f'uneven="pad" cannot be used with this step: the padding would change {leaf.path}, '
-                f"which is not one row for each example ({kind.reason}). Pad the batch yourself and "
-                'mask it with nnx_dp.mean(losses, where=mask), or use uneven="replicate", "drop" or '
-                'strategy="jit".'
+                f'uneven="pad" cannot be used with this step: padding would change {leaf.path}, '
+                f"which is not one row for each example ({kind.reason}). Pad the batch yourself "
+                "and mask it with nnx_dp.mean(losses, where=mask), or use "
+                'uneven="replicate", "drop" or strategy="jit".'
             )
     return tuple(kind.axis for kind in kinds)
 
@@ -202,7 +203,8 @@ def _trace(
         for argument, array in zip(arguments, bound.arrays, strict=True)
     ]
     state_shapes = [shape_of(leaf) for leaf in state.leaves]
-    jaxpr, out_shapes = jax.make_jaxpr(mapped, return_shape=True)(state_shapes, arrays)
+    with only_mesh(None):
+        jaxpr, out_shapes = jax.make_jaxpr(mapped, return_shape=True)(state_shapes, arrays)
     inner, constants = _shard_map_body(jaxpr, len(state_shapes) + len(arrays))
     taints: list[Taint] = [None] * (constants + len(state_shapes))
     taints += [
@@ -246,8 +248,8 @@ class _StructureError(ValueError):
 def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:
     if local.graphdef != whole.graphdef or len(local.leaves) != len(whole.leaves):
         raise _StructureError(
-            "the step leaves a different structure behind when it sees one device's batch than when "
-            "it sees the whole one: a static attribute or an output depends on the batch size. "
+            "the step leaves another structure behind when it sees one device's batch than when it "
+            "sees the whole one: a static attribute or an output depends on the batch size. "
             'Keep it in an array (nnx.Variable(jnp.array(...))), or use strategy="jit".'
         )
 
@@ -270,9 +272,9 @@ def _loss_reduction(site, losses, kinds, ledger, options, devices, why) -> LossR
         return "sum"
     raise ValueError(
         f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
-        f"the batch ({kind.reason if kind is not None else why}), so the gradients of the {devices} "
-        "devices cannot be combined into that of one device. It depends on "
-        f"{taint}. Options:\n"
+        f"the batch ({kind.reason if kind is not None else why}), so the gradients of the "
+        f"{devices} devices cannot be combined into that of one device. It depends on {taint}. "
+        "Options:\n"
         "1. For a mean over a varying number of items, nnx_dp.mean(losses, where=mask).\n"
         "2. Reduce it over the devices in the step: nnx_dp.psum, nnx_dp.pmean.\n"
         '3. Say what it is: loss_reduce="mean" or "sum", on the decorator or in '

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ def make_mesh(mesh: Mesh | None, devices: Any, axis_name: str) -> Mesh:
     """Returns the mesh to run on, with Auto axes.
 
     Args:
-      mesh: the caller's mesh, or None for a mesh with one axis.
+      mesh: the caller's mesh, or None for the one that `jax.set_mesh` has set, if it has the axis,
+        else for a mesh with one axis.
       devices: None for all devices, a number of them, or the devices themselves.
       axis_name: the axis that the batch is split over.
 
@@ -27,13 +29,17 @@ def make_mesh(mesh: Mesh | None, devices: Any, axis_name: str) -> Mesh:
       ValueError: if there are fewer devices than asked for, the mesh lacks the axis, or both a
         mesh and devices are given.
     """
+    if mesh is None and devices is None:
+        surrounding = context_mesh()
+        if surrounding is not None and axis_name in surrounding.axis_names:
+            mesh = surrounding
     if mesh is not None:
         if devices is not None:
             raise ValueError("mesh= and devices= are both given; a mesh has its devices. Drop one.")
         if axis_name not in mesh.axis_names:
             raise ValueError(
-                f"axis_name is {axis_name!r}, but the mesh has the axes {mesh.axis_names}. Name one "
-                "of them."
+                f"axis_name is {axis_name!r}, but the mesh has the axes {mesh.axis_names}. Name "
+                "one of them."
             )
         # An Explicit axis refuses unsharded inputs and uneven constraints; what the step
         # computes is the same under Auto axes.
@@ -57,6 +63,24 @@ def make_mesh(mesh: Mesh | None, devices: Any, axis_name: str) -> Mesh:
     return Mesh(np.array(chosen), (axis_name,), axis_types=(AxisType.Auto,))
 
 
+def context_mesh() -> Mesh | None:
+    """Returns the mesh that `jax.set_mesh` has set, None if there is none."""
+    return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
+
+
+@contextlib.contextmanager
+def only_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """Replaces the mesh that `jax.set_mesh` has set, if any, by another, or by none.
+
+    JAX refuses to trace over one mesh where another is set, even over the same devices.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh):
+        yield
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
@@ -69,11 +93,16 @@ def spec(axis_name: str, axis: int) -> P:
     return P(*[None] * axis, axis_name)
 
 
-def put(leaf: Any, sharding: NamedSharding, *, copy: bool = False) -> Any:
-    """Places an array; one that is in place already is passed through, unless `copy`."""
-    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-        return jnp.copy(leaf) if copy else leaf
-    return jax.device_put(leaf, sharding, may_alias=False if copy else None)
+def put(leaf: Any, sharding: NamedSharding) -> Any:
+    """Places an array; one that is in place already is passed through."""
+    if isinstance(leaf, jax.Array):
+        placed = leaf.sharding
+        if placed == sharding:
+            return leaf
+        same_mesh = isinstance(placed, NamedSharding) and placed.mesh == sharding.mesh
+        if same_mesh and placed.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
+    return jax.device_put(leaf, sharding)
 
 
 def replicate(*state: Any, mesh: Mesh | None = None, devices: Any = None) -> Any:
@@ -155,13 +184,40 @@ def shard_batch(
     return jax.tree.map(place, batch)
 
 
-def copies_of_shared(leaves: Sequence[Any]) -> list[Any]:
-    """Copies arrays that occur a second time in a list: a buffer can be donated only once."""
+def donatable(leaves: Sequence[Any], *, callers: bool) -> list[Any]:
+    """Copies what may not be donated as it is.
+
+    Args:
+      leaves: arrays that are in place.
+      callers: whether they may have come from the caller, who may hold them elsewhere too.
+
+    Returns:
+      The arrays, copied where another of them shares the buffer (`nnx.clone` shares buffers, and a
+      buffer can be donated only once), or all of them if they are the caller's.
+    """
     seen: set[int] = set()
     out = []
     for leaf in leaves:
-        if id(leaf) in seen:
-            leaf = jnp.copy(leaf)
-        seen.add(id(leaf))
-        out.append(leaf)
+        buffer = _buffer(leaf)
+        out.append(jnp.copy(leaf) if callers or buffer in seen else leaf)
+        seen.add(buffer)
     return out
+
+
+def _buffer(leaf: jax.Array) -> int:
+    data = leaf.addressable_data(0)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(data)
+    return data.unsafe_buffer_pointer()
+
+
+def check_alive(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Raises ValueError if an array was donated to an earlier step."""
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"{path} was donated to an earlier step, which reused its memory, so its value is "
+                "gone. Use the objects that were passed to that step, which hold the new values; "
+                "or copy what you want to keep before the step (jax.tree.map(jnp.copy, ...), since "
+                "nnx.clone shares buffers); or decorate with donate=False."
+            )

@@ -15,7 +15,7 @@ import jax
 
 from nnx_dp._context import StepContext, entered
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
-from nnx_dp._placement import copies_of_shared, put, replicated, sharded
+from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated, sharded
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._uneven import unpad
@@ -73,6 +73,7 @@ class FlatLaunch:
     def __init__(self, jitted, structures, state_placement, placements, signature: Signature):
         self.jitted = jitted
         self._structures = structures
+        self._mesh = state_placement.mesh
         self._state_placement = state_placement
         self._placements = placements
         self._donate = signature.donate
@@ -81,10 +82,10 @@ class FlatLaunch:
 
     def place(self, bound: BoundCall, state: StateLeaves) -> tuple[list[Any], list[Any]]:
         """Returns the state and the other arrays, on the devices where the step wants them."""
-        copy = self._donate and self._first
-        leaves = [put(leaf, self._state_placement, copy=copy) for leaf in state.leaves]
+        check_alive(state.leaves, state.paths)
+        leaves = [put(leaf, self._state_placement) for leaf in state.leaves]
         if self._donate:
-            leaves = copies_of_shared(leaves)
+            leaves = donatable(leaves, callers=self._first)
         arrays = [
             put(array, placement)
             for array, placement in zip(bound.arrays, self._placements, strict=True)
@@ -92,10 +93,12 @@ class FlatLaunch:
         return leaves, arrays
 
     def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
-        return self.jitted.lower(*self.place(bound, state))
+        with only_mesh(self._mesh):
+            return self.jitted.lower(*self.place(bound, state))
 
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
-        leaves = self.jitted(*self.place(bound, state))
+        with only_mesh(self._mesh):
+            leaves = self.jitted(*self.place(bound, state))
         self._first = False
         leaves = unpad(leaves, self._padded_axes, bound.unpadded_size)
         return write_back(self._structures[-1], leaves, state.references)

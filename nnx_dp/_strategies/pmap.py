@@ -17,7 +17,7 @@ from flax.nnx.graphlib import RefMap
 
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, write_back
 from nnx_dp._per_device import make_plan, per_device_body
-from nnx_dp._placement import put, replicated
+from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._uneven import unpad
@@ -67,6 +67,8 @@ class _PmapLaunch:
         self._array_axes = array_axes
         self._out_axes = out_axes
         self._devices = signature.devices
+        self._donate = signature.donate
+        self._first = True
         self._placement = replicated(signature.mesh)
         self._padded_axes = signature.padded_output_axes
 
@@ -81,14 +83,21 @@ class _PmapLaunch:
             put(array, self._placement) if axis is None else _add_axis(array, axis, self._devices)
             for array, axis in zip(bound.arrays, self._array_axes, strict=True)
         ]
-        out = self.mapped(bound.nodes, arrays)
-        out = [
-            leaf if axis is None else _join_axis(leaf, axis)
-            for leaf, axis in zip(out, self._out_axes, strict=True)
-        ]
+        check_alive(state.leaves, state.paths)
+        with only_mesh(None):
+            if self._donate:
+                leaves = [put(leaf, self._placement) for leaf in state.leaves]
+                state.replace(donatable(leaves, callers=self._first))
+                self._first = False
+            out = self.mapped(bound.nodes, arrays)
+            out = [
+                leaf if axis is None else _join_axis(leaf, axis)
+                for leaf, axis in zip(out, self._out_axes, strict=True)
+            ]
         after = StateLeaves(bound.nodes, bound.node_paths())
         leaves = unpad(after.leaves + out, self._padded_axes, bound.unpadded_size)
-        return write_back(self._structures[-1], leaves, after.references)
+        # The references of before the step: those that its structure was numbered by.
+        return write_back(self._structures[-1], leaves, state.references)
 
 
 def _add_axis(array: Any, axis: int, devices: int) -> Any:
