@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 
 from nnx_dp._context import current
+from nnx_dp._grad_sync import rows_p
 from nnx_dp._hooks import wrap_method
 
 
@@ -36,7 +37,12 @@ def _synchronised_call(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is not None and axis_name == context.axis_name and not evaluating:
             return _masked(self, x, mask, axis_name, original)
         with _axis_name_set(self, axis_name):
-            return original(self, x, use_running_average, mask=mask)
+            out = original(self, x, use_running_average, mask=mask)
+        if context.mode == "per_device" and axis_name is None and not evaluating:
+            # Asked for with sync_batch_norm=False: not what one device would compute, but as good
+            # as one row for each example.
+            return rows_p.bind(out)
+        return out
 
     return __call__
 

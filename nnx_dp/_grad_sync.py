@@ -161,6 +161,16 @@ batching.primitive_batchers[loss_p] = lambda args, dims, **params: (
 )
 
 
+rows_p = jex.core.Primitive("rows")
+"""Identity that says its operand is to be taken as one row for each example."""
+
+rows_p.def_abstract_eval(lambda value: value)
+rows_p.def_impl(lambda value: value)
+mlir.register_lowering(rows_p, mlir.lower_fun(lambda value: value, multiple_results=False))
+ad.deflinear2(rows_p, lambda cotangent, value: [cotangent])
+batching.primitive_batchers[rows_p] = lambda args, dims: (rows_p.bind(*args), dims[0])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _synchronised(params, leaf):
     return leaf

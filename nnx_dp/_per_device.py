@@ -20,7 +20,7 @@ from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger, LossReduce
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call
 from nnx_dp._jaxpr import open_jaxpr
-from nnx_dp._kinds import find_kinds
+from nnx_dp._kinds import Kind, find_kinds
 from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
 from nnx_dp._placement import only_mesh
 from nnx_dp._replication import Taint, Variation, find_variation
@@ -62,37 +62,43 @@ class Plan:
     def ledger(self) -> GradientLedger:
         return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
 
-    def leave(self, leaves: Sequence[Any], inputs: dict[str, Any], axis_name: str) -> list[Any]:
+    def leave(self, leaves: Sequence[Any], inputs: dict[str, Any], context: StepContext) -> list:
         """Reduces what has to be reduced; runs inside the body, on every device."""
         out = []
-        for leaf, way, value in zip(self.structure.leaves, self.exits, leaves, strict=True):
-            if way.how == "rule":
-                value = apply_rule(way.rule, inputs.get(leaf.path, value), value, axis_name)
-            elif way.how == "reduce":
-                value = reduce(way.rule, value, axis_name)
-            out.append(value)
+        with entered(context):
+            for leaf, way, value in zip(self.structure.leaves, self.exits, leaves, strict=True):
+                if way.how == "rule":
+                    old = inputs.get(leaf.path, value)
+                    value = apply_rule(way.rule, old, value, context.axis_name)
+                elif way.how == "reduce":
+                    value = reduce(way.rule, value, context.axis_name)
+                out.append(value)
         return out
 
 
-def per_device_body(
-    bound: BoundCall, options: StepOptions, axis_size: int, ledger: GradientLedger
-) -> Callable[[list[Any], list[Any]], Any]:
-    """Returns the step as one device runs it: `(nodes, arrays) -> output`."""
-    context = StepContext(
+def per_device_context(options: StepOptions, devices: int, ledger: GradientLedger) -> StepContext:
+    """Returns the rules that one trace of a per-device body runs by."""
+    return StepContext(
         mode="per_device",
         axis_name=options.axis_name,
-        axis_size=axis_size,
+        axis_size=devices,
         sync_batch_norm=options.sync_batch_norm,
         rngs=options.rngs,
         ledger=ledger,
     )
+
+
+def per_device_body(
+    bound: BoundCall, context: StepContext
+) -> Callable[[list[Any], list[Any]], Any]:
+    """Returns the step as one device runs it: `(nodes, arrays) -> output`."""
     arguments = bound.array_arguments()
 
     def body(nodes, arrays):
         with entered(context):
             arrays = [
                 split_key(array, context)
-                if argument.role is Role.REPLICATED and is_key(array) and is_split(options.rngs, "")
+                if argument.role is Role.REPLICATED and is_key(array) and is_split(context.rngs, "")
                 else array
                 for argument, array in zip(arguments, arrays, strict=True)
             ]
@@ -107,18 +113,10 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     Raises:
       ValueError: where the result could differ from what one device would compute.
     """
-    local = _trace(bound, state, options, devices, shards=devices)
+    local = _trace(bound, state, options, shards=devices, axis_size=devices)
     if devices == 1:
         exits = tuple(AS_IS for _ in local.structure.leaves)
         return Plan(("mean",) * local.ledger.opened, frozenset(), local.structure, exits)
-    why = ""
-    try:
-        whole = _trace(bound, state, options, 1, shards=1)
-        _check_same_structure(local.structure, whole.structure)
-    except _StructureError:
-        raise
-    except Exception as error:
-        whole, why = None, f"the step does not trace at the global shapes ({_first_line(error)})"
 
     batch_leaves: set[tuple[int, int]] = set()
     losses: dict[int, Taint] = {}
@@ -129,38 +127,83 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
         on_gradient=lambda site, leaf, varies: batch_leaves.add((site, leaf)) if varies else None,
         on_loss=lambda site, taint: losses.update({site: losses.get(site) or taint}),
     )
-    kinds = loss_kinds = None
-    if whole is not None:
-        kinds, loss_kinds = find_kinds(
-            local.jaxpr, whole.jaxpr, local.shard_axes, devices=devices, axis_name=options.axis_name
-        )
+    comparison = _compare(bound, state, options, devices, local)
     decided = tuple(
-        _loss_reduction(site, losses, loss_kinds, local.ledger, options, devices, why)
+        _loss_reduction(site, losses, comparison, local.ledger, options, devices)
         for site in range(local.ledger.opened)
     )
-    exits = _exits(local, whole, taints, kinds, options, devices, why)
+    exits = _exits(local, comparison, taints, options, devices)
     return Plan(decided, frozenset(batch_leaves), local.structure, exits)
 
 
-def padded_output_axes(
-    bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int
-) -> tuple[int | None, ...]:
-    """Finds the batch axis of every output array of a step that may run on a padded batch.
+@dataclasses.dataclass
+class _Comparison:
+    """What the traces at one device's shapes and at the global shapes say together.
 
-    Raises:
-      ValueError: if padding would change anything: an output that is not one row for each example,
-        or state that depends on the batch.
+    Attributes:
+      shapes: (local, global) of each array that the step leaves behind.
+      kinds: how the devices' values of each make up the global one; None without a global trace.
+      losses: the same for the loss of each gradient.
+      why: why there is no global trace, where there is none.
     """
-    local = _trace(bound, state, options, devices, shards=devices)
-    whole = _trace(bound, state, options, 1, shards=1)
-    kinds, _ = find_kinds(
+
+    shapes: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]]
+    kinds: list[Kind] | None = None
+    losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+
+def _compare(
+    bound: BoundCall,
+    state: StateLeaves,
+    options: StepOptions,
+    devices: int,
+    local: _Traced,
+    through_collectives: bool = True,
+) -> _Comparison:
+    """Traces the step at the global shapes and compares."""
+    smallest = min(
+        array.shape[argument.axis] // devices
+        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
+        if argument.axis is not None
+    )
+    try:
+        if smallest == 1:
+            # Axes of size one broadcast: the step would do other operations than on a larger
+            # batch.  What its outputs are does not depend on the size, so two rows show it.
+            local = _trace(bound, state, options, shards=devices, axis_size=devices, scale=2)
+        whole = _trace(
+            bound, state, options, shards=1, axis_size=1, scale=2 if smallest == 1 else 1
+        )
+    except Exception as error:
+        why = f"the step does not trace at the global shapes ({_first_line(error)})"
+        return _Comparison([(shape, None) for shape in local.out_shapes], why=why)
+    _check_same_structure(local.structure, whole.structure)
+    kinds, losses = find_kinds(
         local.jaxpr,
         whole.jaxpr,
         local.shard_axes,
         devices=devices,
         axis_name=options.axis_name,
-        through_collectives=False,
+        through_collectives=through_collectives,
     )
+    shapes = list(zip(local.out_shapes, whole.out_shapes, strict=True))
+    return _Comparison(shapes, kinds, losses, "it does other operations on a device's batch")
+
+
+def padded_output_axes(
+    bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int
+) -> tuple[int | None, ...]:
+    """Finds the batch axis of every array that a step on a padded batch leaves behind.
+
+    Raises:
+      ValueError: if padding would change anything: an output that is not one row for each example,
+        or state that depends on the batch.
+    """
+    local = _trace(bound, state, options, shards=devices, axis_size=devices)
+    found = _compare(bound, state, options, devices, local, through_collectives=False)
+    unseen = Kind("unknown", why=found.why)
+    kinds = found.kinds or [unseen] * len(local.structure.leaves)
     for leaf, kind in zip(local.structure.leaves, kinds, strict=True):
         if not kind.same and (leaf.is_state or kind.axis is None):
             raise ValueError(
@@ -183,23 +226,29 @@ class _Traced:
 
 
 def _trace(
-    bound: BoundCall, state: StateLeaves, options: StepOptions, axis_size: int, *, shards: int
+    bound: BoundCall,
+    state: StateLeaves,
+    options: StepOptions,
+    *,
+    shards: int,
+    axis_size: int,
+    scale: int = 1,
 ) -> _Traced:
-    """Traces the step abstractly with its batch cut into `shards` parts."""
+    """Traces the step abstractly with its batch cut into `shards` parts, each `scale` as long."""
     ledger = GradientLedger()
     structures: list[OutStructure] = []
     function = flatten_call(
         bound,
         state.graphdef,
         state.treedef,
-        per_device_body(bound, options, axis_size, ledger),
+        per_device_body(bound, per_device_context(options, axis_size, ledger)),
         structures.append,
     )
     mesh = AbstractMesh((axis_size,), (options.axis_name,), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     arguments = bound.array_arguments()
     arrays = [
-        _shard_shape(array, argument.axis, shards)
+        _shard_shape(array, argument.axis, shards, scale)
         for argument, array in zip(arguments, bound.arrays, strict=True)
     ]
     state_shapes = [shape_of(leaf) for leaf in state.leaves]
@@ -233,21 +282,17 @@ def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDty
     )
 
 
-def _shard_shape(array: Any, axis: int | None, shards: int) -> jax.ShapeDtypeStruct:
+def _shard_shape(array: Any, axis: int | None, shards: int, scale: int) -> jax.ShapeDtypeStruct:
     if axis is None:
         return shape_of(array)
     shape = list(array.shape)
-    shape[axis] //= shards
+    shape[axis] = shape[axis] // shards * scale
     return shape_of(array, shape=tuple(shape))
-
-
-class _StructureError(ValueError):
-    pass
 
 
 def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:
     if local.graphdef != whole.graphdef or len(local.leaves) != len(whole.leaves):
-        raise _StructureError(
+        raise ValueError(
             "the step leaves another structure behind when it sees one device's batch than when it "
             "sees the whole one: a static attribute or an output depends on the batch size. "
             'Keep it in an array (nnx.Variable(jnp.array(...))), or use strategy="jit".'
@@ -258,21 +303,21 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
-def _loss_reduction(site, losses, kinds, ledger, options, devices, why) -> LossReduce:
+def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossReduce:
     declared = ledger.declared.get(site, options.loss_reduce)
     if declared != "infer":
         return declared
     taint = losses.get(site)
     if taint is None:
         return "mean"
-    kind = kinds.get(site) if kinds is not None else None
+    kind = comparison.losses.get(site)
     if kind is not None and kind.reduction in ("mean", "sum"):
         return kind.reduction
     if kind is not None and kind.axis is not None:
         return "sum"
     raise ValueError(
         f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
-        f"the batch ({kind.reason if kind is not None else why}), so the gradients of the "
+        f"the batch ({kind.reason if kind is not None else comparison.why}), so the gradients of the "
         f"{devices} devices cannot be combined into that of one device. It depends on {taint}. "
         "Options:\n"
         "1. For a mean over a varying number of items, nnx_dp.mean(losses, where=mask).\n"
@@ -283,7 +328,7 @@ def _loss_reduction(site, losses, kinds, ledger, options, devices, why) -> LossR
     )
 
 
-def _exits(local, whole, taints, kinds, options, devices, why) -> tuple[Exit, ...]:
+def _exits(local, comparison, taints, options, devices) -> tuple[Exit, ...]:
     structure = local.structure
     axes = spread_over_output(options.out_axes, structure, "out_axes")
     reductions = spread_over_output(options.out_reduce, structure, "out_reduce")
@@ -291,34 +336,55 @@ def _exits(local, whole, taints, kinds, options, devices, why) -> tuple[Exit, ..
     inputs = set(map(id, inner.invars))
     exits = []
     for index, leaf in enumerate(structure.leaves):
+        shape, whole = comparison.shapes[index]
         evidence = Evidence(
-            local=local.out_shapes[index],
-            whole=None if whole is None else whole.out_shapes[index],
+            local=shape,
+            whole=whole,
             taint=taints[index],
-            kind=None if kinds is None else kinds[index],
+            kind=None if comparison.kinds is None else comparison.kinds[index],
             untouched=id(inner.outvars[index]) in inputs and taints[index] is None,
         )
         if leaf.is_state:
-            exits.append(
-                state_exit(
-                    leaf,
-                    evidence,
-                    rules=options.state_reduce,
-                    sync_batch_norm=options.sync_batch_norm,
-                    check=options.check,
-                    devices=devices,
-                )
+            way = state_exit(
+                leaf,
+                evidence,
+                rules=options.state_reduce,
+                sync_batch_norm=options.sync_batch_norm,
+                check=options.check,
+                devices=devices,
             )
+            if way.how == "rule" and callable(way.rule) and options.check:
+                _check_rule(leaf, way.rule, shape, options, devices)
         else:
-            position = leaf.position
-            exits.append(
-                output_exit(
-                    leaf,
-                    evidence,
-                    axis=axes[position],
-                    reduction=reductions[position],
-                    devices=devices,
-                    why=why,
-                )
+            way = output_exit(
+                leaf,
+                evidence,
+                axis=axes[leaf.position],
+                reduction=reductions[leaf.position],
+                devices=devices,
+                why=comparison.why,
             )
+        exits.append(way)
     return tuple(exits)
+
+
+def _check_rule(leaf, rule, shape, options, devices) -> None:
+    """Proves that a rule given as a function leaves the same value on every device."""
+    mesh = AbstractMesh((devices,), (options.axis_name,), axis_types=(AxisType.Auto,))
+
+    def apply(old, new):
+        with entered(per_device_context(options, devices, GradientLedger())):
+            return rule(old, new)
+
+    mapped = jax.shard_map(apply, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with only_mesh(None):
+        jaxpr = jax.make_jaxpr(mapped)(shape, shape)
+    body, constants = _shard_map_body(jaxpr, 2)
+    taints: list[Taint] = [None] * (constants + 1) + [Variation("the new value on each device")]
+    (taint,) = find_variation(body, taints, axis_name=options.axis_name)
+    if taint is not None:
+        raise ValueError(
+            f"the state_reduce rule for {leaf.path} would leave different values on the {devices} "
+            f"devices: it depends on {taint}. Reduce the new value in it, with nnx_dp.pmean, "
+            "nnx_dp.psum, nnx_dp.pmax or nnx_dp.pmin."
+        )

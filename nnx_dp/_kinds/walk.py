@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nnx_dp._grad_sync import grad_sync_p, loss_p
+from nnx_dp._grad_sync import grad_sync_p, loss_p, rows_p
 from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts
 from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, rows, same, unknown
 from nnx_dp._kinds.rules import KERNELS, RULES, Pair, batch_axis
@@ -104,7 +104,7 @@ class _Walk:
             return rows(axis) if np.array_equal(tiled, b) else unknown("a constant of batch size")
         if a.shape != b.shape:
             return unknown("a constant whose shape depends on the batch size")
-        if np.array_equal(a, b):
+        if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return ZERO if not np.any(a) else SAME
         if np.issubdtype(a.dtype, np.number) and np.all(b != 0):
             ratios = np.unique(np.asarray(a / b, np.float64))
@@ -123,6 +123,9 @@ class _Walk:
             return kinds
         if eqn.primitive is grad_sync_p:
             return [self._gradient(pair, *kinds)]
+        if eqn.primitive is rows_p:
+            axis = pair.out_axis()
+            return kinds if axis is None or axis < 0 else [rows(axis)]
         if name == "axis_index" and self.axis_name in mapped_axes(eqn):
             return [INDEX]
         if name in ("psum", "pmax", "pmin", "all_gather") and self.axis_name in mapped_axes(eqn):

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.nnx.graphlib import RefMap
 
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, write_back
-from nnx_dp._per_device import make_plan, per_device_body
+from nnx_dp._per_device import make_plan, per_device_body, per_device_context
 from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
@@ -26,7 +26,6 @@ from nnx_dp._uneven import unpad
 def compile_pmap(signature: Signature) -> Launch:
     """Plans a signature now and compiles it at its first launch; see `Launch`."""
     bound, options, devices = signature.bound, signature.options, signature.devices
-    axis_name = options.axis_name
     plan = make_plan(bound, signature.state, options, devices)
     outputs = [i for i, leaf in enumerate(plan.structure.leaves) if not leaf.is_state]
     structures: list[OutStructure] = []
@@ -35,12 +34,12 @@ def compile_pmap(signature: Signature) -> Launch:
         references = RefMap()
         nnx.flatten(nodes, ref_index=references, graph=True)
         inputs = StateLeaves(nodes, bound.node_paths())
-        body = per_device_body(bound, options, devices, plan.ledger())
-        output = body(nodes, arrays)
+        context = per_device_context(options, devices, plan.ledger())
+        output = per_device_body(bound, context)(nodes, arrays)
         leaves, structure = flatten_output(bound, nodes, output, outer_index=references)
         structures.append(structure)
         before = dict(zip(inputs.paths, inputs.leaves, strict=True))
-        leaves = plan.leave(leaves, before, axis_name)
+        leaves = plan.leave(leaves, before, context)
         write_back(structure, leaves, references)
         return [leaves[i] for i in outputs]
 
@@ -49,7 +48,7 @@ def compile_pmap(signature: Signature) -> Launch:
     array_axes = [argument.axis for argument in signature.arguments]
     mapped = nnx.pmap(
         on_each_device,
-        axis_name=axis_name,
+        axis_name=options.axis_name,
         in_axes=([broadcast] * len(bound.nodes), array_axes),
         out_axes=out_axes,
         devices=list(signature.mesh.devices.flat),

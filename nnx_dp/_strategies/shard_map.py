@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_dp._context import StepContext, entered
 from nnx_dp._graph import OutStructure, flatten_call
-from nnx_dp._per_device import Plan, make_plan, per_device_body
+from nnx_dp._per_device import Plan, make_plan, per_device_body, per_device_context
 from nnx_dp._placement import replicated, spec
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.jit import FlatLaunch
@@ -27,10 +27,11 @@ def compile_shard_map(signature: Signature) -> Launch:
     structures: list[OutStructure] = []
 
     def function(state_leaves, arrays):
-        body = per_device_body(bound, signature.options, signature.devices, plan.ledger())
+        context = per_device_context(signature.options, signature.devices, plan.ledger())
+        body = per_device_body(bound, context)
         flat = flatten_call(bound, state.graphdef, state.treedef, body, structures.append)
         inputs = dict(zip(state.paths, state_leaves, strict=True))
-        return plan.leave(flat(state_leaves, arrays), inputs, axis_name)
+        return plan.leave(flat(state_leaves, arrays), inputs, context)
 
     array_specs = [
         P() if argument.axis is None else spec(axis_name, argument.axis)

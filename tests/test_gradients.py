@@ -1,0 +1,461 @@
+"""Gradients are synchronised once, wherever and however a step takes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from oracle import PER_DEVICE, STRATEGIES, check_against_one_device
+
+import nnx_dp
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.tanh(self.first(x)))
+
+
+def batch():
+    random = np.random.default_rng(0)
+    scale = np.arange(1, 25, dtype=np.float32)[:, None] / 12
+    x = random.standard_normal((24, 3)).astype(np.float32) * scale
+    return x, random.standard_normal((24, 2)).astype(np.float32)
+
+
+def mse(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def sgd(model, grads, filter=nnx.Param):
+    # A plain gradient step: Adam would hide a gradient that is N times too large.
+    params = nnx.state(model, filter)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+
+
+STEPS = {}
+
+
+def step(function):
+    STEPS[function.__name__] = function
+    return function
+
+
+built_at_import = nnx.value_and_grad(mse)
+
+
+@step
+def built_at_module_level(model, x, y):
+    loss, grads = built_at_import(model, x, y)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def tree_mode(model, x, y):
+    loss, grads = nnx.value_and_grad(mse, graph=False)(model, x, y)
+    sgd(model, nnx.state(grads, nnx.Param))
+    return loss
+
+
+@step
+def graph_without_updates(model, x, y):
+    loss, grads = nnx.value_and_grad(mse, graph_updates=False)(model, x, y)
+    sgd(model, nnx.state(grads, nnx.Param))
+    return loss
+
+
+@step
+def has_aux(model, x, y):
+    def loss_fn(model):
+        out = model(x)
+        return jnp.mean((out - y) ** 2), {"out": out, "largest": out.max()}
+
+    grads, aux = nnx.grad(loss_fn, has_aux=True)(model)
+    sgd(model, grads)
+    return aux
+
+
+@step
+def sum_loss(model, x, y):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.sum((model(x) - y) ** 2))(model)
+    sgd(model, jax.tree.map(lambda g: g / 50, grads))
+    return loss
+
+
+@step
+def several_argnums_mean(model, x, y):
+    grads, x_grads = nnx.grad(mse, argnums=(0, 1))(model, x, y)
+    sgd(model, grads)
+    return x_grads
+
+
+@step
+def input_gradient_of_a_sum(model, x, y):
+    return nnx.grad(lambda x: jnp.sum((model(x) - y) ** 2))(x)
+
+
+@step
+def adversarial_example(model, x, y):
+    x_grads = nnx.grad(lambda x: mse(model, x, y))(x)
+    loss, grads = built_at_import(model, x + 0.1 * jnp.sign(x_grads), y)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def gradient_norm_penalty(model, x, y):
+    def loss_fn(model):
+        inner = nnx.grad(mse)(model, x, y)
+        return mse(model, x, y) + 0.1 * optax.tree.norm(inner) ** 2
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def input_gradient_penalty(model, x, y):
+    def loss_fn(model):
+        x_grads = nnx.grad(lambda x: model(x).sum())(x)
+        return mse(model, x, y) + 0.1 * jnp.mean(jnp.sum(x_grads**2, -1))
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def maml(model, x, y):
+    def loss_fn(model):
+        inner = nnx.grad(mse)(model, x, y)
+        graphdef, params = nnx.split(model)
+        adapted = jax.tree.map(lambda p, g: p - 0.1 * g, params, inner)
+        return mse(nnx.merge(graphdef, adapted), x, y)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+def squared_error(model, x, y):
+    return jnp.sum((model(x) - y) ** 2)
+
+
+@step
+def fisher_diagonal(model, x, y):
+    per_example = nnx.vmap(nnx.grad(squared_error), in_axes=(None, 0, 0))(model, x, y)
+    fisher = jax.tree.map(lambda g: nnx_dp.pmean(jnp.mean(g**2, 0)), per_example)
+    sgd(model, fisher)
+    return mse(model, x, y)
+
+
+@step
+def per_example_gradients(model, x, y):
+    return nnx.vmap(nnx.grad(squared_error), in_axes=(None, 0, 0))(model, x, y)
+
+
+@step
+def under_remat(model, x, y):
+    def loss_fn(model):
+        out = nnx.remat(lambda model, x: model(x))(model, x)
+        return jnp.mean((out - y) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def inside_cond(model, x, y):
+    def train(model):
+        sgd(model, nnx.grad(mse)(model, x, y))
+
+    nnx.cond(jnp.array(True), train, lambda model: None, model)
+    return mse(model, x, y)
+
+
+@step
+def inside_scan(model, x, y):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def inner_loop(model, _):
+        loss, grads = built_at_import(model, x, y)
+        sgd(model, grads)
+        return model, loss
+
+    _, losses = inner_loop(model, jnp.arange(3))
+    return losses
+
+
+@step
+def inside_fori_loop(model, x, y):
+    def body(_, model):
+        sgd(model, nnx.grad(mse)(model, x, y))
+        return model
+
+    nnx.fori_loop(0, 3, body, model)
+    return mse(model, x, y)
+
+
+@nnx.jit
+def jitted_update(model, x, y):
+    loss, grads = built_at_import(model, x, y)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def inside_jit(model, x, y):
+    return jitted_update(model, x, y) + jitted_update(model, x, y)
+
+
+@step
+def vjp_of_a_loss(model, x, y):
+    loss, pullback = nnx.vjp(lambda model, x: mse(model, x, y), model, x, graph=False)
+    grads, x_grads = pullback(jnp.ones(()))
+    sgd(model, nnx.state(grads, nnx.Param))
+    return loss, x_grads
+
+
+@step
+def vjp_with_a_cotangent_for_each_example(model, x, y):
+    out, pullback = nnx.vjp(lambda model: model(x), model, graph=False)
+    (grads,) = pullback(2 * (out - y) / y.size)
+    sgd(model, nnx.state(grads, nnx.Param))
+    return out
+
+
+@step
+def explicit_over_split_state(model, x, y):
+    graphdef, params = nnx.split(model)
+    loss, grads = nnx_dp.value_and_grad(lambda p: mse(nnx.merge(graphdef, p), x, y))(params)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def explicit_over_a_plain_pytree(model, x, y):
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    def loss_fn(params, x):
+        hidden = jnp.tanh(x @ params["first"]["kernel"])
+        return jnp.mean((hidden @ params["second"]["kernel"] - y) ** 2), hidden
+
+    (loss, hidden), grads = nnx_dp.value_and_grad(loss_fn, has_aux=True)(params, x)
+    return loss, hidden, grads, nnx_dp.grad(lambda p: loss_fn(p, x)[0])(params)
+
+
+@step
+def clipped_before_the_update(model, x, y):
+    loss, grads = built_at_import(model, x, y)
+    norm = optax.tree.norm(grads)
+    sgd(model, jax.tree.map(lambda g: g * jnp.minimum(1, 0.1 / norm), grads))
+    return loss, norm
+
+
+@step
+def hessian_vector_product(model, x, y):
+    graphdef, params = nnx.split(model)
+    gradient = nnx_dp.grad(lambda p: mse(nnx.merge(graphdef, p), x, y))
+    _, product = jax.jvp(gradient, (params,), (jax.tree.map(jnp.ones_like, params),))
+    sgd(model, product)
+    return mse(model, x, y)
+
+
+@step
+def loss_averaged_already(model, x, y):
+    loss, grads = nnx.value_and_grad(lambda model: nnx_dp.pmean(mse(model, x, y)))(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def loss_summed_already(model, x, y):
+    def loss_fn(model):
+        return nnx_dp.psum(jnp.sum((model(x) - y) ** 2)) / 50
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def masked_mean(model, x, y):
+    def loss_fn(model):
+        # The first devices have no valid example at all.
+        valid = jnp.abs(x[:, 0]) > 1.0
+        return nnx_dp.mean(jnp.mean((model(x) - y) ** 2, -1), where=valid)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def worst_example(model, x, y):
+    def loss_fn(model):
+        return nnx_dp.pmax(jnp.max((model(x) - y) ** 2))
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def gathered_contrastive(model, x, y):
+    def loss_fn(model):
+        rows, keys = model(x), nnx_dp.all_gather(model(x))
+        return nnx_dp.pmean(jnp.mean(jax.nn.logsumexp(rows @ keys.T, axis=1)))
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def negative_log_likelihood(model, x, y):
+    labels = (y[:, 0] > 0).astype(jnp.int32)
+
+    def loss_fn(model):
+        return -jax.nn.log_softmax(model(x))[jnp.arange(x.shape[0]), labels].mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@step
+def diff_state(model, x, y):
+    first = nnx.PathContains("first")
+    grads = nnx.grad(mse, argnums=nnx.DiffState(0, first))(model, x, y)
+    sgd(model, grads, first)
+    return mse(model, x, y)
+
+
+@jax.custom_vjp
+def matmul(x, w):
+    return x @ w
+
+
+matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
+
+
+@step
+def through_a_custom_vjp(model, x, y):
+    def loss_fn(model):
+        hidden = matmul(x, model.first.kernel[...])
+        return jnp.mean((model.second(hidden) - y) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    sgd(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", STEPS)
+def test_gradient_is_that_of_one_device(name, strategy):
+    check_against_one_device(
+        STEPS[name],
+        lambda: (Net(nnx.Rngs(0)),),
+        [batch(), batch()],
+        strategy=strategy,
+        devices=3,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("devices", [2, 8])
+def test_number_of_devices_does_not_scale_the_gradient(devices, strategy):
+    for name in ("sum_loss", "several_argnums_mean", "gradient_norm_penalty"):
+        check_against_one_device(
+            STEPS[name],
+            lambda: (Net(nnx.Rngs(0)),),
+            [batch(), batch()],
+            strategy=strategy,
+            devices=devices,
+            rtol=1e-4,
+            atol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ensemble_gradient_is_synchronised(strategy):
+    """State that a vmap of the step batches is no gradient per example."""
+
+    @nnx.vmap
+    def make(key):
+        return Net(nnx.Rngs(key))
+
+    def ensemble_step(models, x, y):
+        losses, grads = nnx.vmap(built_at_import, in_axes=(0, None, None))(models, x, y)
+        sgd(models, grads)
+        return losses
+
+    check_against_one_device(
+        ensemble_step,
+        lambda: (make(jax.random.split(jax.random.key(0), 4)),),
+        [batch(), batch()],
+        strategy=strategy,
+        devices=3,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+@pytest.mark.parametrize("where", ["decorator", "function"])
+def test_loss_reduce_says_what_cannot_be_seen(strategy, where):
+    """The square of a root mean square: a mean that no rule sees through."""
+
+    def loss_fn(model, x, y):
+        return jnp.exp(jnp.log(mse(model, x, y)))
+
+    def train_step(model, x, y):
+        take = functools.partial(nnx_dp.value_and_grad, loss_reduce=reduce_here)
+        _, grads = take(loss_fn)(model, x, y)
+        sgd(model, grads)
+        return mse(model, x, y)
+
+    reduce_here = "mean" if where == "function" else "infer"
+    options = {"loss_reduce": "mean"} if where == "decorator" else {}
+    model, one = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    undeclared = nnx_dp.data_parallel(
+        lambda model, x, y: nnx.grad(loss_fn)(model, x, y), strategy=strategy, devices=3
+    )
+    with pytest.raises(ValueError, match="neither a plain mean nor a plain sum"):
+        undeclared(model, *batch())
+    dp_step = nnx_dp.data_parallel(train_step, strategy=strategy, devices=3, **options)
+    x, y = batch()
+    dp_step(model, x, y)
+    sums = [nnx.grad(mse)(one, x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+    sgd(one, jax.tree.map(lambda *g: sum(g) / 3, *sums))
+    for got, want in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_hook_is_off_again_after_an_error_in_a_trace():
+    def broken(model, x, y):
+        nnx.grad(mse)(model, x, y)
+        raise KeyError("user's own")
+
+    model = Net(nnx.Rngs(0))
+    with pytest.raises(KeyError, match="user's own"):
+        nnx_dp.data_parallel(broken, strategy="shard_map", devices=2)(model, *batch())
+    graphdef, params = nnx.split(model)
+    gradient = lambda p, x, y: nnx.grad(mse)(nnx.merge(graphdef, p), x, y)  # noqa: E731
+    jaxpr = str(jax.make_jaxpr(gradient)(params, *batch()))
+    assert "grad_sync" not in jaxpr
+    assert "psum" not in jaxpr
+
+
+def test_unknown_loss_reduce_is_refused():
+    with pytest.raises(ValueError, match="loss_reduce is 'average'; write \"infer\""):
+        nnx_dp.grad(mse, loss_reduce="average")
