@@ -14,19 +14,23 @@ from nnx_dp._data_parallel import DataParallel as DataParallel
 from nnx_dp._data_parallel import data_parallel as data_parallel
 from nnx_dp._gradients import grad as grad
 from nnx_dp._gradients import value_and_grad as value_and_grad
+from nnx_dp._kernel import per_device as per_device
 from nnx_dp._placement import replicate as replicate
 from nnx_dp._placement import shard_batch as shard_batch
+from nnx_dp._verify import assert_replicated as assert_replicated
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DataParallel",
     "all_gather",
+    "assert_replicated",
     "axis_index",
     "axis_size",
     "data_parallel",
     "grad",
     "mean",
+    "per_device",
     "pmax",
     "pmean",
     "pmin",

@@ -143,13 +143,15 @@ def mean(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
       >>> nnx_dp.mean(losses, where=jnp.array([True, True, True, False]))
       Array(2., dtype=float32)
     """
+    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+    # Half precision is summed in single, as `jnp.mean` does it.
+    wide = jnp.promote_types(dtype, jnp.float32)
     if where is None:
-        total, count = jnp.sum(x), jnp.asarray(x.size)
+        total, count = jnp.sum(x, dtype=wide), jnp.asarray(x.size)
     else:
         where = jnp.broadcast_to(where, x.shape)
-        total, count = jnp.sum(x, where=where), jnp.sum(where)
-    dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
-    total, count = psum((total.astype(dtype), count.astype(jnp.float32)))
+        total, count = jnp.sum(x, dtype=wide, where=where), jnp.sum(where)
+    total, count = psum((total, count.astype(jnp.float32)))
     return (total / count).astype(dtype)
 
 

@@ -12,6 +12,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 import jax
+from jax.sharding import Mesh
 
 if TYPE_CHECKING:
     from nnx_dp._grad_sync import GradientLedger
@@ -28,6 +29,7 @@ class StepContext:
       sync_batch_norm: whether batch statistics are taken over all devices.
       rngs: "split", "broadcast", or the names of the streams that are the same on all devices.
       ledger: decides how each gradient is reduced; None where gradients are global already.
+      mesh: the devices, where XLA partitions the global view over them, else None.
     """
 
     mode: Literal["global", "per_device"]
@@ -36,6 +38,7 @@ class StepContext:
     sync_batch_norm: bool = True
     rngs: str | tuple[str, ...] = "split"
     ledger: GradientLedger | None = None
+    mesh: Mesh | None = None
 
 
 _context = jax.make_user_context(default_value=None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +22,22 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_dp._context import current
+from nnx_dp._explain_error import explain_error
 from nnx_dp._graph import StateLeaves
 from nnx_dp._outputs import check_out_reduce
-from nnx_dp._per_device import StepOptions, padded_output_axes, shape_of
-from nnx_dp._placement import make_mesh, replicate, shard_batch
-from nnx_dp._roles import INFER, BoundCall, bind_call
+from nnx_dp._per_device import StepOptions, padded_output_axes
+from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
+from nnx_dp._roles import INFER, BoundCall, bind_call, shape_of
 from nnx_dp._state_reduce import parse_rules
 from nnx_dp._strategies._interface import Launch, Signature
+from nnx_dp._strategies.auto import choose
 from nnx_dp._strategies.jit import compile_jit
 from nnx_dp._strategies.pmap import compile_pmap
 from nnx_dp._strategies.shard_map import compile_replicated, compile_shard_map
 from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, pad, refuse
+from nnx_dp._verify import Oracle, ShardCheck
+
+_log = logging.getLogger("nnx_dp")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,12 +58,14 @@ class _Settings:
 
     strategy: str
     mesh: Mesh | None
-    devices: int | Sequence[jax.Device] | None
+    devices: Devices
     in_axes: Any
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
     donate: bool
     uneven: str
+    verify: bool
+    check_every: int | None
 
 
 class DataParallel(Generic[P, R]):
@@ -73,12 +81,28 @@ class DataParallel(Generic[P, R]):
         self._settings = settings
         self._options = options
         self._launches: dict[Any, Launch] = {}
+        self._chosen = settings.strategy
         self._warned: set[str] = set()
+        self._verified: set[Launch] = set()
+        self._calls = 0
         self._compiling = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound, state, launch = self._prepare(args, kwargs)
-        return launch(bound, state)
+        try:
+            bound, state, launch = self._prepare(args, kwargs)
+            if self._settings.verify and launch not in self._verified:
+                output = self._verify(bound, state, launch)
+            else:
+                output = launch(bound, state)
+        except Exception as error:
+            axis_name = self._options.axis_name
+            explained = explain_error(error, step=self._name, axis_name=axis_name)
+            if explained is None:
+                raise
+            raise explained from error
+        if self._settings.check_every is not None:
+            self._check_shards(bound)
+        return output
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -87,8 +111,8 @@ class DataParallel(Generic[P, R]):
 
     @property
     def strategy(self) -> str:
-        """The strategy that was chosen."""
-        return "jit" if self._settings.strategy == "auto" else self._settings.strategy
+        """The strategy of the last signature that was compiled; "auto" before the first."""
+        return self._chosen
 
     def replicate(self, *state: Any) -> Any:
         """Places a copy of the state on every device of this step, in place; see `replicate`."""
@@ -134,12 +158,9 @@ class DataParallel(Generic[P, R]):
 
     def _even_out(self, bound: BoundCall, size: int) -> str:
         """Makes the batch one that can be split; returns the strategy, "replicate" or "pad"."""
-        devices, uneven, strategy = (
-            self.mesh.shape[self._options.axis_name],
-            self._settings.uneven,
-            self.strategy,
-        )
-        if size % devices == 0 or (strategy == "jit" and uneven == "auto"):
+        strategy, uneven = self._settings.strategy, self._settings.uneven
+        devices = self.mesh.shape[self._options.axis_name]
+        if size % devices == 0 or (strategy in ("jit", "auto") and uneven == "auto"):
             return strategy
         told = f"{size} examples, which {devices} devices do not divide"
         if uneven == "drop" and size > devices:
@@ -163,19 +184,59 @@ class DataParallel(Generic[P, R]):
         modes = (
             nnx.set_graph_mode.current_value(),
             nnx.set_graph_updates.current_value(),
-            jax.config.jax_enable_x64,
+            jax.config.read("jax_enable_x64"),
         )
         key = (how, bound.key, state.key, shapes, modes)
         with self._compiling:
             if key not in self._launches:
-                signature = Signature(bound, state, self.mesh, self._options, self._settings.donate)
+                signature = Signature(
+                    bound.abstract(),
+                    state.abstract(),
+                    self.mesh,
+                    self._options,
+                    self._settings.donate,
+                )
                 if how == "pad":
                     devices = signature.devices
-                    axes = padded_output_axes(bound, state, self._options, devices)
+                    axes = padded_output_axes(
+                        signature.bound, signature.state, self._options, devices
+                    )
                     signature = dataclasses.replace(signature, padded_output_axes=axes)
-                compiler = _COMPILERS[self.strategy if how == "pad" else how]
-                self._launches[key] = compiler(signature)
+                    how = self._settings.strategy
+                self._launches[key] = self._compile(signature, how, bound, state)
             return self._launches[key]
+
+    def _compile(
+        self, signature: Signature, how: str, bound: BoundCall, state: StateLeaves
+    ) -> Launch:
+        if how != "auto":
+            return _COMPILERS[how](signature)
+        size = batch_size(signature.bound, self._name)
+        choice = choose(signature, bound, state, even=size % signature.devices == 0)
+        _log.info('data_parallel(%s): strategy "%s": %s', self._name, choice.strategy, choice.why)
+        self._chosen = choice.strategy
+        return choice.launch
+
+    def _verify(self, bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
+        """Runs a call and the plain step on one device, on copies, and compares."""
+        oracle = Oracle(bound, state, self.mesh.devices.flat[0])
+        output = launch(bound, state)
+        try:
+            oracle.compare(bound, output, drew=launch.drew)
+        except AssertionError:
+            state.replace(oracle.before)
+            raise
+        self._verified.add(launch)
+        return output
+
+    def _check_shards(self, bound: BoundCall) -> None:
+        self._calls += 1
+        if self._calls % (self._settings.check_every or 1) == 0:
+            self._shard_check(StateLeaves(bound.nodes, bound.node_paths()))
+
+    @functools.cached_property
+    def _shard_check(self) -> ShardCheck:
+        return ShardCheck(self.mesh)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -201,7 +262,7 @@ def data_parallel(
     *,
     strategy: Strategy = ...,
     mesh: Mesh | None = ...,
-    devices: int | Sequence[jax.Device] | None = ...,
+    devices: Devices = ...,
     axis_name: str = ...,
     in_axes: Any = ...,
     out_axes: Any = ...,
@@ -214,6 +275,8 @@ def data_parallel(
     sync_batch_norm: bool = ...,
     state_reduce: Any = ...,
     check: bool = ...,
+    check_every: int | None = ...,
+    verify: bool = ...,
     loss_reduce: Literal["infer", "mean", "sum"] = ...,
 ) -> DataParallel[P, R]: ...
 
@@ -223,7 +286,7 @@ def data_parallel(
     *,
     strategy: Strategy = ...,
     mesh: Mesh | None = ...,
-    devices: int | Sequence[jax.Device] | None = ...,
+    devices: Devices = ...,
     axis_name: str = ...,
     in_axes: Any = ...,
     out_axes: Any = ...,
@@ -236,31 +299,35 @@ def data_parallel(
     sync_batch_norm: bool = ...,
     state_reduce: Any = ...,
     check: bool = ...,
+    check_every: int | None = ...,
+    verify: bool = ...,
     loss_reduce: Literal["infer", "mean", "sum"] = ...,
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 
 
 def data_parallel(
-    f=None,
+    f: Any = None,
     /,
     *,
-    strategy="auto",
-    mesh=None,
-    devices=None,
-    axis_name="data",
-    in_axes=INFER,
-    out_axes=INFER,
-    out_reduce=None,
-    static_argnums=(),
-    static_argnames=(),
-    donate=False,
-    uneven="auto",
-    rngs="split",
-    sync_batch_norm=True,
-    state_reduce=None,
-    check=True,
-    loss_reduce="infer",
-):
+    strategy: Any = "auto",
+    mesh: Any = None,
+    devices: Any = None,
+    axis_name: Any = "data",
+    in_axes: Any = INFER,
+    out_axes: Any = INFER,
+    out_reduce: Any = None,
+    static_argnums: Any = (),
+    static_argnames: Any = (),
+    donate: Any = False,
+    uneven: Any = "auto",
+    rngs: Any = "split",
+    sync_batch_norm: Any = True,
+    state_reduce: Any = None,
+    check: Any = True,
+    check_every: Any = None,
+    verify: Any = False,
+    loss_reduce: Any = "infer",
+) -> Any:
     """Turns a step that was written for one device into one that runs on all of them.
 
     The decorated step is called with the same arguments, returns what the plain step would have
@@ -277,7 +344,8 @@ def data_parallel(
       strategy: what the body sees and how it is launched.  "jit": the global batch, partitioned by
         XLA, with the random numbers of one device.  "shard_map" and "pmap": one device's batch,
         through `jax.shard_map` or `nnx.pmap`, for kernels that XLA cannot partition.  "auto" is
-        "jit".
+        "jit", unless the step holds a call that XLA cannot partition outside `per_device`, or
+        traces only at one device's shapes: then "shard_map".
       mesh: the devices, as a mesh that has `axis_name`; by default one axis over all devices.
       devices: instead of a mesh, how many devices to use, or which.
       axis_name: the mesh axis that the batch is split over.
@@ -306,6 +374,9 @@ def data_parallel(
         changes), "max", "min", or a function `(old, new) -> value`.
       check: whether to prove, once a compilation, that all devices end with the state that one
         device would have.
+      check_every: compare the copies of the state on the devices, after every so many calls.
+      verify: whether the first call of each signature also runs the plain step on one device, on
+        copies, and compares all that they leave behind (except random draws).
       loss_reduce: in a per-device strategy, what a loss is over one device's examples: "mean",
         "sum", or "infer" to read it off the traced step.
 
@@ -318,6 +389,7 @@ def data_parallel(
         devices.
       TypeError: at a call, for an argument that is neither an array, NNX state nor hashable.
       RuntimeError: at a call inside another decorated step.
+      AssertionError: at a call that `verify` or `check_every` finds wrong.
 
     Example::
 
@@ -340,6 +412,8 @@ def data_parallel(
     _one_of("uneven", uneven, UNEVEN)
     _one_of("loss_reduce", loss_reduce, ("infer", "mean", "sum"))
     check_out_reduce(out_reduce)
+    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
+        raise ValueError(f"check_every is {check_every!r}; write a positive int, or None.")
     settings = _Settings(
         strategy=strategy,
         mesh=mesh,
@@ -353,6 +427,8 @@ def data_parallel(
         else tuple(static_argnames),
         donate=donate,
         uneven=uneven,
+        verify=verify,
+        check_every=check_every,
     )
     options = StepOptions(
         axis_name=axis_name,

@@ -49,6 +49,7 @@ class GradientLedger:
     Attributes:
       losses: reduction of each gradient's loss ("mean" or "sum"), in trace order.
       batch_leaves: (gradient, leaf) pairs differentiated with respect to a per-device array.
+      drew: whether the step drew random numbers that differ between devices.
       declared: what the caller said in `loss_reduce=` of `nnx_dp.grad`, per gradient.
     """
 
@@ -56,6 +57,11 @@ class GradientLedger:
     batch_leaves: frozenset[tuple[int, int]] = frozenset()
     declared: dict[int, LossReduce] = dataclasses.field(default_factory=dict)
     opened: int = 0
+    drew: bool = False
+
+    @property
+    def decided(self) -> bool:
+        return self.losses is not None
 
     def open(self, declared: LossReduce | None) -> int:
         if declared is not None:
@@ -103,7 +109,7 @@ def _grad_sync_jvp(primals, tangents, **params):
     out = grad_sync_p.bind(cotangent, primal, **params)
     tangent = tangents[0]
     if type(tangent) is ad.Zero:
-        return out, ad.Zero.from_primal_value(out)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     params["derived"] = True
     return out, grad_sync_p.bind(ad.instantiate_zeros(tangent), primal, **params)
 
@@ -133,14 +139,14 @@ def _grad_sync_batch(axis_data, args, dims, **params):
         if primal_dim is not None:
             primal = lax.index_in_dim(primal, 0, primal_dim, keepdims=False)
         return grad_sync_p.bind(cotangent, primal, **params), None
-    cotangent = batching.moveaxis(cotangent, cotangent_dim, 0)
+    cotangent = jax.numpy.moveaxis(cotangent, cotangent_dim, 0)
     if primal_dim is None:
         # Unbatched state with a batched cotangent is a gradient per example: example i of one
         # device has nothing to do with example i of another.
         params["reduce"] = "keep"
         primal = jax.numpy.broadcast_to(primal, cotangent.shape)
     else:
-        primal = batching.moveaxis(primal, primal_dim, 0)
+        primal = jax.numpy.moveaxis(primal, primal_dim, 0)
     return grad_sync_p.bind(cotangent, primal, **params), 0
 
 
@@ -222,7 +228,7 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
             leaves[index] = _synchronised(tuple(params.items()), leaf)
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         loss, rest = function(*args, **kwargs)
-        if ledger.losses is None:
+        if not ledger.decided:
             loss = jax.tree.map(lambda x: loss_p.bind(x, site=site), loss)
         return loss, rest
 

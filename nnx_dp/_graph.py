@@ -7,9 +7,10 @@ are updated in place, structure included, and objects that the step made are bui
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.graphlib import IndexMap, RefMap
 
-from nnx_dp._roles import BoundCall, is_state
+from nnx_dp._roles import BoundCall, is_state, shape_of
 
 
 class StateLeaves:
@@ -38,12 +39,20 @@ class StateLeaves:
         self.leaves, self.treedef = jax.tree.flatten(raw)
         self.paths: list[str] = []
         for path, value in zip(flat.paths, raw, strict=True):
-            name = node_paths[path[0]] + dotted(path[1:])
+            position = cast(int, path[0])
+            name = node_paths[position] + written(path[1:], nodes[position])
             self.paths += [name] * len(jax.tree.leaves(value))
 
     @property
     def key(self) -> Any:
         return self.graphdef, self.treedef
+
+    def abstract(self) -> StateLeaves:
+        """Returns the structure and the shapes alone, with none of the caller's objects."""
+        out = copy.copy(self)
+        out.leaves = [shape_of(leaf) for leaf in self.leaves]
+        out.references, out._holders = RefMap(), ()
+        return out
 
     def replace(self, leaves: Sequence[Any]) -> None:
         """Puts other arrays of the same values into the Variables."""
@@ -129,10 +138,12 @@ def flatten_output(
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         for _ in jax.tree.leaves(value):
             if path[0] == 0:
-                name = node_paths[path[1]] + dotted(path[2:])
+                position = cast(int, path[1])
+                name = node_paths[position] + written(path[2:], nodes[position])
                 described.append(OutLeaf(name, True, variable, path[2:]))
             else:
-                described.append(OutLeaf("output" + dotted(path[1:]), False, variable, outputs))
+                name = "output" + written(path[1:], output)
+                described.append(OutLeaf(name, False, variable, outputs))
                 outputs += 1
     return leaves, OutStructure(graphdef, treedef, tuple(described), output)
 
@@ -146,12 +157,16 @@ def write_back(structure: OutStructure, leaves: Sequence[Any], references: Any) 
     return output
 
 
-def dotted(path: Sequence[Any]) -> str:
-    """Writes an NNX path as Python would: attributes after dots, other keys in brackets."""
+def written(path: Sequence[Any], root: Any) -> str:
+    """Writes an NNX path into an object as Python would: ``.blocks[3].scale``, ``['loss']``."""
     parts = []
     for key in path:
-        plain = isinstance(key, str) and key.isidentifier()
-        parts.append(f".{key}" if plain else f"[{key!r}]")
+        indexed = isinstance(root, (Mapping, list)) or not isinstance(key, str)
+        parts.append(f"[{key!r}]" if indexed else f".{key}")
+        try:
+            root = root[key] if indexed else getattr(root, key)  # type: ignore[index]
+        except (KeyError, IndexError, TypeError, AttributeError):
+            root = None
     return "".join(parts)
 
 

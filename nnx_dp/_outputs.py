@@ -32,12 +32,12 @@ class Exit:
     Attributes:
       how: "as_is" (equal on all devices), "concatenate", "reduce" (an output) or "rule" (state).
       axis: of the concatenation.
-      rule: the reduction, by name or as a function.
+      rule: of a reduction or a rule: its name, or a function.
     """
 
     how: Literal["as_is", "concatenate", "reduce", "rule"]
     axis: int | None = None
-    rule: Rule | None = None
+    rule: Rule = "mean"
 
 
 @dataclasses.dataclass(frozen=True)

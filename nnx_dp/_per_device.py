@@ -25,7 +25,7 @@ from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_outp
 from nnx_dp._placement import only_mesh
 from nnx_dp._replication import Taint, Variation, find_variation
 from nnx_dp._rngs import is_split, split_key
-from nnx_dp._roles import INFER, BoundCall, Role, is_key
+from nnx_dp._roles import INFER, BoundCall, Role, is_key, shape_of
 from nnx_dp._state_reduce import Rule, apply_rule, reduce
 
 
@@ -52,12 +52,14 @@ class Plan:
       batch_leaves: the (gradient, leaf) pairs that are with respect to a per-device array.
       structure: what the step leaves behind.
       exits: how each of its arrays leaves the devices.
+      drew: whether the step draws random numbers that differ between devices.
     """
 
     losses: tuple[LossReduce, ...]
     batch_leaves: frozenset[tuple[int, int]]
     structure: OutStructure
     exits: tuple[Exit, ...]
+    drew: bool = False
 
     def ledger(self) -> GradientLedger:
         return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
@@ -71,7 +73,7 @@ class Plan:
                     old = inputs.get(leaf.path, value)
                     value = apply_rule(way.rule, old, value, context.axis_name)
                 elif way.how == "reduce":
-                    value = reduce(way.rule, value, context.axis_name)
+                    value = reduce(str(way.rule), value, context.axis_name)
                 out.append(value)
         return out
 
@@ -113,10 +115,16 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     Raises:
       ValueError: where the result could differ from what one device would compute.
     """
-    local = _trace(bound, state, options, shards=devices, axis_size=devices)
+    try:
+        local = _trace(bound, state, options, shards=devices, axis_size=devices)
+    except Exception as error:
+        if devices > 1:
+            error.add_note(_shapes_note(bound, devices))
+        raise
     if devices == 1:
         exits = tuple(AS_IS for _ in local.structure.leaves)
-        return Plan(("mean",) * local.ledger.opened, frozenset(), local.structure, exits)
+        means: list[LossReduce] = ["mean"] * local.ledger.opened
+        return Plan(tuple(means), frozenset(), local.structure, exits)
 
     batch_leaves: set[tuple[int, int]] = set()
     losses: dict[int, Taint] = {}
@@ -128,12 +136,26 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
         on_loss=lambda site, taint: losses.update({site: losses.get(site) or taint}),
     )
     comparison = _compare(bound, state, options, devices, local)
-    decided = tuple(
+    decided: tuple[LossReduce, ...] = tuple(
         _loss_reduction(site, losses, comparison, local.ledger, options, devices)
         for site in range(local.ledger.opened)
     )
     exits = _exits(local, comparison, taints, options, devices)
-    return Plan(decided, frozenset(batch_leaves), local.structure, exits)
+    return Plan(decided, frozenset(batch_leaves), local.structure, exits, local.ledger.drew)
+
+
+def _shapes_note(bound: BoundCall, devices: int) -> str:
+    argument, array = next(
+        (argument, array)
+        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
+        if argument.axis is not None
+    )
+    whole, local = array.shape, _shard_shape(array, argument.axis, devices, 1).shape
+    return (
+        f"nnx_dp: in a per-device strategy the step sees the batch of one of {devices} devices: "
+        f"{argument.path} has shape {local} in it, not {whole}. A step that needs the whole batch "
+        'runs under strategy="jit".'
+    )
 
 
 @dataclasses.dataclass
@@ -187,8 +209,8 @@ def _compare(
         axis_name=options.axis_name,
         through_collectives=through_collectives,
     )
-    shapes = list(zip(local.out_shapes, whole.out_shapes, strict=True))
-    return _Comparison(shapes, kinds, losses, "it does other operations on a device's batch")
+    shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
+    return _Comparison([*shapes], kinds, losses, "it does other operations on a device's batch")
 
 
 def padded_output_axes(
@@ -272,16 +294,6 @@ def _shard_map_body(jaxpr: Any, inputs: int) -> tuple[Any, int]:
     return body, len(inner.invars) - inputs
 
 
-def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Returns the abstract value of an argument, as JAX would trace it."""
-    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    return jax.ShapeDtypeStruct(
-        aval.shape if shape is None else shape,
-        aval.dtype,
-        weak_type=getattr(aval, "weak_type", False),
-    )
-
-
 def _shard_shape(array: Any, axis: int | None, shards: int, scale: int) -> jax.ShapeDtypeStruct:
     if axis is None:
         return shape_of(array)
@@ -315,9 +327,10 @@ def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossR
         return kind.reduction
     if kind is not None and kind.axis is not None:
         return "sum"
+    reason = kind.reason if kind is not None else comparison.why
     raise ValueError(
         f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
-        f"the batch ({kind.reason if kind is not None else comparison.why}), so the gradients of the "
+        f"the batch ({reason}), so the gradients of the "
         f"{devices} devices cannot be combined into that of one device. It depends on {taint}. "
         "Options:\n"
         "1. For a mean over a varying number of items, nnx_dp.mean(losses, where=mask).\n"

@@ -15,8 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_dp._roles import is_array, is_state
 
+Devices = int | Sequence[Any] | None
+"""All devices (None), how many, or which: `jax.Device` objects, which JAX does not type."""
 
-def make_mesh(mesh: Mesh | None, devices: Any, axis_name: str) -> Mesh:
+
+def make_mesh(mesh: Mesh | None, devices: Devices, axis_name: str) -> Mesh:
     """Returns the mesh to run on, with Auto axes.
 
     Args:
@@ -105,7 +108,7 @@ def put(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def replicate(*state: Any, mesh: Mesh | None = None, devices: Any = None) -> Any:
+def replicate(*state: Any, mesh: Mesh | None = None, devices: Devices = None) -> Any:
     """Places a copy of the state on every device, in place.
 
     A decorated step does this at its first call.  Doing it before shows how much memory the state
@@ -149,7 +152,7 @@ def shard_batch(
     batch: Any,
     *,
     mesh: Mesh | None = None,
-    devices: Any = None,
+    devices: Devices = None,
     axis_name: str = "data",
     axis: int = 0,
 ) -> Any:
@@ -209,6 +212,15 @@ def _buffer(leaf: jax.Array) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(data)
     return data.unsafe_buffer_pointer()
+
+
+def check_kept(leaves: Sequence[Any], error: Exception) -> None:
+    """Raises RuntimeError if a donated step failed after it had taken its state's buffers."""
+    if any(leaf.is_deleted() for leaf in leaves):
+        raise RuntimeError(
+            "a step with donate=True failed while it ran, and the state that was donated to it is "
+            "lost. Restore it from a checkpoint; without donate=True a failure leaves it as it was."
+        ) from error
 
 
 def check_alive(leaves: Sequence[Any], paths: Sequence[str]) -> None:

@@ -25,20 +25,26 @@ from nnx_dp._jaxpr import (
     user_line,
 )
 
-# A collective of these over the data axis leaves the same value on every device.
-_AGREEING = {"psum", "pmax", "pmin", "all_gather", "psum_invariant", "all_gather_invariant"}
-# These differ between devices whatever they are given.
-_DISAGREEING = {
-    "axis_index",
-    "ppermute",
-    "pshuffle",
-    "pgather",
-    "all_to_all",
-    "ragged_all_to_all",
-    "reduce_scatter",
-    "infeed",
-    "rng_uniform",
+CALLS = frozenset(
+    """
+    call checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr eval_jaxpr jit pjit remat remat2 xla_metadata_call
+    """.split()
+)
+"""Primitives that run the jaxpr they hold once, on their operands, and return what it returns."""
+
+# A collective of these over the data axis leaves the same value on every device; any other may
+# differ between devices whatever it is given.
+_AGREEING = {
+    "all_gather",
+    "all_gather_invariant",
+    "pbroadcast",
+    "pmax",
+    "pmin",
+    "psum",
+    "psum_invariant",
 }
+_DISAGREEING = {"empty", "empty2", "infeed", "rng_uniform"}
 _REF_WRITES = {"swap", "addupdate", "masked_swap"}
 
 
@@ -82,14 +88,28 @@ def find_variation(
     Returns:
       For each output, None if it is provably equal on all devices, or why it varies.
     """
-    return _Walk(axis_name, on_gradient, on_loss).jaxpr(jaxpr, list(taints))
+    walk = _Walk(axis_name, on_gradient, on_loss)
+    while True:
+        known = set(walk.varying)
+        outputs = walk.jaxpr(jaxpr, list(taints))
+        if walk.varying == known:
+            return outputs
 
 
 @dataclasses.dataclass
 class _Walk:
+    """One walk.
+
+    Attributes:
+      varying: the (gradient, leaf) pairs whose differentiated value varies.  A gradient may stand
+        in the jaxpr more than once, where JAX traced a function once that is called twice; it is
+        synchronised everywhere or nowhere, so the walk is repeated until it has found them all.
+    """
+
     axis_name: str
     on_gradient: Callable[[int, int, bool], None]
     on_loss: Callable[[int, Taint], None]
+    varying: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
     def jaxpr(self, jaxpr: Any, taints: list[Taint]) -> list[Taint]:
         """Returns the taint of each output; writes to Refs are recorded in `taints`."""
@@ -118,8 +138,6 @@ class _Walk:
             return operands
         if name in _AGREEING and self._spans_data_axis(eqn):
             return [None] * len(eqn.outvars)
-        if name in _DISAGREEING or self._reaches_outside(eqn):
-            return [Variation(name, user_line(eqn))] * len(eqn.outvars)
         if name == "scan":
             return self._scan(eqn, operands)
         if name == "while":
@@ -127,19 +145,22 @@ class _Walk:
         if name == "cond":
             return self._cond(eqn, operands)
         body = call_body(eqn)
-        if body is not None and name not in ("pallas_call", "shard_map"):
+        if name in CALLS and body is not None:
             return self.jaxpr(body, operands)
         return self._opaque(eqn, operands)
 
     def _gradient(self, eqn: Any, cotangent: Taint, primal: Taint) -> Taint:
         params = eqn.params
-        if not params["derived"] and params["reduce"] != "keep":
-            self.on_gradient(params["site"], params["leaf"], primal is not None)
         if params["reduce"] in ("keep", "scale"):
             return cotangent
-        if params["reduce"] == "plan" and primal is not None:
-            return cotangent
-        return None
+        if params["reduce"] != "plan":
+            return None
+        key = params["site"], params["leaf"]
+        if not params["derived"]:
+            self.on_gradient(*key, primal is not None)
+        if primal is not None:
+            self.varying.add(key)
+        return cotangent if key in self.varying else None
 
     def _spans_data_axis(self, eqn: Any) -> bool:
         return self.axis_name in mapped_axes(eqn) and eqn.params.get("axis_index_groups") is None
@@ -153,7 +174,9 @@ class _Walk:
     def _opaque(self, eqn: Any, operands: list[Taint]) -> list[Taint]:
         """Any equation that only computes: its results vary if an operand does."""
         cause = next((taint for taint in operands if taint is not None), None)
-        if cause is None and any(self._disagrees(sub) for sub in sub_jaxprs(eqn)):
+        if self._disagrees(eqn):
+            cause = Variation(eqn.primitive.name)
+        elif cause is None and any(map(self._holds_disagreement, sub_jaxprs(eqn))):
             cause = Variation(f"a per-device value inside {eqn.primitive.name}")
         if cause is not None:
             cause = Variation(cause.origin, user_line(eqn) or cause.line)
@@ -163,12 +186,20 @@ class _Walk:
                 operands[:] = [taint or cause for taint in operands]
         return [cause] * len(eqn.outvars)
 
-    def _disagrees(self, jaxpr: Any) -> bool:
+    def _disagrees(self, eqn: Any) -> bool:
+        """Whether an equation may give each device another result from the same operands."""
+        collective = self.axis_name in mapped_axes(eqn) and eqn.primitive.name != "pvary"
+        agreeing = eqn.primitive.name in _AGREEING and self._spans_data_axis(eqn)
+        return (
+            (collective and not agreeing)
+            or eqn.primitive.name in _DISAGREEING
+            or self._reaches_outside(eqn)
+        )
+
+    def _holds_disagreement(self, jaxpr: Any) -> bool:
         inner, _ = open_jaxpr(jaxpr)
         return any(
-            eqn.primitive.name in _DISAGREEING
-            or self._reaches_outside(eqn)
-            or any(self._disagrees(sub) for sub in sub_jaxprs(eqn))
+            self._disagrees(eqn) or any(map(self._holds_disagreement, sub_jaxprs(eqn)))
             for eqn in inner.eqns
         )
 
@@ -194,9 +225,13 @@ class _Walk:
             carry = operands[start:]
             (stop,) = self.jaxpr(eqn.params["cond_jaxpr"], operands[:cond_consts] + carry)
             results = self.jaxpr(eqn.params["body_jaxpr"], inputs)
-            operands[cond_consts:start] = inputs[:body_consts]
-            # Devices that stop at different times hold different carries.
+            # Devices that stop at different times hold different carries, and different Refs.
+            operands[cond_consts:start] = [
+                taint or (stop if _is_ref(atom) else None)
+                for taint, atom in zip(inputs, eqn.invars[cond_consts:start], strict=False)
+            ]
             operands[start:] = [old or new or stop for old, new in zip(carry, results, strict=True)]
+            _spread_to_aliases(eqn.invars, operands)
             if _same(before, operands):
                 return operands[start:]
 
@@ -206,13 +241,25 @@ class _Walk:
         for branch in eqn.params["branches"]:
             inputs = list(rest)
             results = self.jaxpr(branch, inputs)
-            outputs = [old or new for old, new in zip(outputs, results)]
+            outputs = [old or new for old, new in zip(outputs, results, strict=True)]
             written = [
-                old or new or (predicate if eqn.effects else None)
-                for old, new in zip(operands[1:], inputs)
+                old or new or (predicate if _is_ref(atom) else None)
+                for old, new, atom in zip(operands[1:], inputs, eqn.invars[1:], strict=True)
             ]
             operands[1:] = written
         return outputs
+
+
+def _is_ref(atom: Any) -> bool:
+    return "Ref" in type(atom.aval).__name__
+
+
+def _spread_to_aliases(atoms: Sequence[Any], taints: list[Taint]) -> None:
+    """Gives a Ref that the condition and the body of a loop share one taint."""
+    for index, atom in enumerate(atoms):
+        if _is_ref(atom):
+            same = (taint for other, taint in zip(atoms, taints, strict=True) if other is atom)
+            taints[index] = next((taint for taint in same if taint is not None), None)
 
 
 def _same(first: list[Taint], second: list[Taint]) -> bool:

@@ -22,6 +22,8 @@ PARAMS_STREAM = "params"
 
 def split_key(key: jax.Array, context: StepContext) -> jax.Array:
     """Folds the device's index into a key, or into each key of an array of keys."""
+    if context.ledger is not None:
+        context.ledger.drew = True
     fold = jax.random.fold_in
     for _ in range(key.ndim):
         fold = jax.vmap(fold, in_axes=(0, None))

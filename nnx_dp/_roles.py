@@ -91,6 +91,11 @@ class BoundCall:
     def array_arguments(self) -> list[Argument]:
         return [a for a in self.arguments if a.role in (Role.BATCH, Role.REPLICATED)]
 
+    def abstract(self) -> BoundCall:
+        """Returns the call's structure alone: it keeps none of the caller's objects alive."""
+        shapes = [shape_of(array) for array in self.arrays]
+        return dataclasses.replace(self, nodes=[], arrays=shapes)
+
     def call(self, nodes: Sequence[Any], arrays: Sequence[Any]) -> Any:
         """Calls the step with these objects and arrays in the places of the caller's."""
         sources: dict[Role, Iterator[Any]] = {
@@ -102,6 +107,16 @@ class BoundCall:
         leaves = [next(sources[argument.role]) for argument in self.arguments]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         return self.function(*args, **kwargs)
+
+
+def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the abstract value of an argument, as JAX would trace it."""
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(
+        aval.shape if shape is None else shape,
+        aval.dtype,
+        weak_type=getattr(aval, "weak_type", False),
+    )
 
 
 def is_state(value: Any) -> bool:
@@ -198,14 +213,14 @@ def _is_leaf(value: Any) -> bool:
 
 def _describe(name: str, value: Any, axes: Any) -> list[Argument]:
     paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_leaf)
-    per_leaf = _broadcast_axes(name, axes, value)
+    per_leaf = broadcast_axes(name, axes, value)
     return [
         _describe_leaf(name + jax.tree_util.keystr(path), leaf, axis)
         for (path, leaf), axis in zip(paths, per_leaf, strict=True)
     ]
 
 
-def _broadcast_axes(name: str, axes: Any, value: Any) -> list[Any]:
+def broadcast_axes(name: str, axes: Any, value: Any) -> list[Any]:
     """Spreads a prefix tree of axes over the leaves of one argument."""
     if axes is INFER or axes is None or isinstance(axes, (int, nnx.StateAxes)):
         return [axes] * len(jax.tree.leaves(value, is_leaf=_is_leaf))

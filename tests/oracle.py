@@ -49,10 +49,12 @@ def snapshot(tree):
             arrays[name] = to_numpy(leaf)
             continue
         for inner, value in nnx.iter_graph(leaf, graph=True):
+            inner_path = name + "".join(f".{key}" for key in inner)
             if isinstance(value, nnx.Variable):
-                inner_path = name + "".join(f".{key}" for key in inner)
                 for at, array in jax.tree_util.tree_leaves_with_path(value.get_raw_value()):
                     arrays[inner_path + jax.tree_util.keystr(at)] = to_numpy(array)
+            elif isinstance(value, (jax.Array, np.ndarray)):
+                arrays[inner_path] = to_numpy(value)
     return arrays
 
 

@@ -8,6 +8,7 @@ N devices each hold a local value; one device with the whole batch would hold th
     linear(k)      the sum over devices of local is global * N**k
     extreme        the largest (smallest) local value is global
     number         rows numbered by their place in the batch, along the rows' axis
+    place          index vectors, along the last axis, whose component k is such a number
     false          not one of them true, along the rows' axis
     key            a random key folded with the device's index
     index          the device's index
@@ -15,6 +16,9 @@ N devices each hold a local value; one device with the whole batch would hold th
 
 So linear(0) is a sum over the batch, linear(1) a mean, and same(-1) a count of examples.  A mean
 is a sum, linear(0), divided by a count, same(-1): exponents subtract, which gives linear(1).
+
+Values are taken to be finite: a NaN is a NaN on one device and on many, but not always in the same
+rows.  Integers of 32 bits or more are taken not to overflow.
 """
 
 from __future__ import annotations
@@ -23,7 +27,18 @@ import dataclasses
 from typing import Literal
 
 Tag = Literal[
-    "zero", "same", "rows", "linear", "max", "min", "number", "false", "key", "index", "unknown"
+    "zero",
+    "same",
+    "rows",
+    "linear",
+    "max",
+    "min",
+    "number",
+    "place",
+    "false",
+    "key",
+    "index",
+    "unknown",
 ]
 
 
@@ -44,7 +59,7 @@ class Kind:
     @property
     def axis(self) -> int | None:
         """The batch axis, if the value holds one row for each example."""
-        return self.rows_axis if self.tag == "rows" and self.power == 0 else None
+        return self.rows_axis if self.tag in ("rows", "false") and self.power == 0 else None
 
     @property
     def reduction(self) -> str | None:
@@ -75,6 +90,8 @@ class Kind:
             "key": "it is a random key of one device",
             "index": "it is the index of a device",
             "number": "it numbers the examples of one device",
+            "place": "it numbers the examples of one device",
+            "false": "it holds one device's examples",
         }.get(self.tag, "it is zero")
 
 
@@ -131,8 +148,13 @@ def join(first: Kind, second: Kind, why: str) -> Kind:
 def multiply(first: Kind, second: Kind, why: str, sign: int = 1) -> Kind:
     """The kind of an elementwise product (sign 1) or quotient (sign -1)."""
     power = first.power + sign * second.power
-    if first.tag == "zero" or (second.tag == "zero" and sign == 1):
+    if sign == 1 and "zero" in (first.tag, second.tag):
         return ZERO
+    if first.tag == "zero" and second.tag == "same":
+        return ZERO
+    if first.tag == "zero" and second.tag == "rows":
+        # Zero or, where the divisor is zero, NaN.
+        return rows(second.rows_axis)  # type: ignore[arg-type]
     tags = (first.tag, second.tag)
     if tags == ("same", "same"):
         return same(power)

@@ -11,14 +11,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from nnx_dp._grad_sync import grad_sync_p, loss_p, rows_p
 from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts
 from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, rows, same, unknown
-from nnx_dp._kinds.rules import KERNELS, RULES, Pair, batch_axis
+from nnx_dp._kinds.pair import Pair, batch_axis
+from nnx_dp._kinds.rules import apply_rule
+from nnx_dp._replication import CALLS
 
 _CALLBACKS = ("callback", "infeed", "outfeed")
+_OTHER_VALUES = "the step takes other values on one device's batch than on the whole one"
 
 
 def find_kinds(
@@ -28,6 +32,7 @@ def find_kinds(
     *,
     devices: int,
     axis_name: str,
+    constants: Sequence[tuple[Any, Any]] = (),
     through_collectives: bool = True,
 ) -> tuple[list[Kind], dict[int, Kind]]:
     """Finds the reduction kind of every output and of every loss.
@@ -38,21 +43,36 @@ def find_kinds(
       shard_axes: for each input, the axis that is split over devices, or None.
       devices: the number of devices, at least 2.
       axis_name: the data axis.
+      constants: for each of the first inputs, its value in the two traces, where these inputs are
+        arrays that the body closes over: their values may depend on the batch size.
       through_collectives: whether a value may be put together from several devices' examples;
         False leaves only what is computed from each example alone.
 
     Returns:
       The kind of each output, and the kind of each gradient's loss by the gradient's number.
     """
-    inputs = [SAME if axis is None else rows(axis) for axis in shard_axes]
     walk = _Walk(devices, axis_name, through_collectives)
+    inputs = [SAME if axis is None else rows(axis) for axis in shard_axes]
+    inputs[: len(constants)] = [walk.constant(*values) for values in constants]
     outputs = walk.jaxpr(local, whole, inputs)
     for site, cotangents in walk.cotangents.items():
         # A function with an output for each example, differentiated by nnx.vjp: what its
         # gradient is depends on the cotangent that the step chose.
         if walk.losses.get(site, SAME).tag == "rows":
             walk.losses[site] = cotangents
+    inner, outer = open_jaxpr(local)[0], open_jaxpr(whole)[0]
+    for index, kind in enumerate(outputs):
+        if kind.tag == "zero":
+            outputs[index] = _zeros(inner.outvars[index], outer.outvars[index], devices)
     return outputs, walk.losses
+
+
+def _zeros(local: Any, whole: Any, devices: int) -> Kind:
+    """The kind of zeros that are an output: they may be one row for each example."""
+    axis = batch_axis(local.aval.shape, whole.aval.shape, devices)
+    if axis is None:
+        return ZERO
+    return rows(axis) if axis >= 0 else unknown("a shape that depends on the batch size")
 
 
 @dataclasses.dataclass
@@ -66,46 +86,53 @@ class _Walk:
     def jaxpr(self, local: Any, whole: Any, inputs: list[Kind]) -> list[Kind]:
         inner, constants = open_jaxpr(local)
         outer, whole_constants = open_jaxpr(whole)
-        env: dict[Any, Kind] = dict(zip(inner.invars, inputs, strict=True))
-        if len(constants) == len(whole_constants):
-            for var, a, b in zip(inner.constvars, constants, whole_constants, strict=True):
-                env[var] = self._constant(a, b)
-        names = [eqn.primitive.name for eqn in inner.eqns]
-        matches = names == [eqn.primitive.name for eqn in outer.eqns]
-        if not matches or len(inner.outvars) != len(outer.outvars):
+        if not _match(inner, outer):
             why = "the step does other operations on one device's batch than on the whole one"
             return [unknown(why)] * len(inner.outvars)
+        env: dict[Any, tuple[Any, Kind]] = {}
+        for var, partner, kind in zip(inner.invars, outer.invars, inputs, strict=True):
+            fits = kind.tag in ("zero", "unknown") or kind.rows_axis == batch_axis(
+                getattr(var.aval, "shape", ()), getattr(partner.aval, "shape", ()), self.devices
+            )
+            env[var] = partner, kind if fits else unknown("a value that depends on the batch size")
+        if len(constants) == len(inner.constvars) and len(constants) == len(whole_constants):
+            for var, partner, *values in zip(
+                inner.constvars, outer.constvars, constants, whole_constants, strict=True
+            ):
+                env[var] = partner, self.constant(*values)
         for eqn, partner in zip(inner.eqns, outer.eqns, strict=True):
-            kinds = [self._read(env, *pair) for pair in zip(eqn.invars, partner.invars)]
+            kinds = [
+                self._read(env, *pair) for pair in zip(eqn.invars, partner.invars, strict=True)
+            ]
             results = self._equation(Pair(eqn, partner, self.devices), kinds)
-            env.update(zip(eqn.outvars, results, strict=True))
+            env.update(zip(eqn.outvars, zip(partner.outvars, results, strict=True), strict=True))
         return [self._read(env, *pair) for pair in zip(inner.outvars, outer.outvars, strict=True)]
 
-    def _read(self, env: dict[Any, Kind], atom: Any, partner: Any) -> Kind:
-        if isinstance(atom, Literal):
-            if not isinstance(partner, Literal):
-                return unknown("a value that depends on the batch size")
-            return self._constant(atom.val, partner.val)
-        if isinstance(partner, Literal):
-            return unknown("a value that depends on the batch size")
-        return env.get(atom, SAME)
+    def _read(self, env: dict[Any, tuple[Any, Kind]], atom: Any, partner: Any) -> Kind:
+        if isinstance(atom, Literal) and isinstance(partner, Literal):
+            return self.constant(atom.val, partner.val)
+        if isinstance(atom, Literal) or isinstance(partner, Literal):
+            return unknown(_OTHER_VALUES)
+        # The same operations may take their operands from elsewhere: `a if len(x) > 8 else b`.
+        expected, kind = env.get(atom, (None, None))
+        return kind if kind is not None and expected is partner else unknown(_OTHER_VALUES)
 
-    def _constant(self, local: Any, whole: Any) -> Kind:
+    def constant(self, local: Any, whole: Any) -> Kind:
         """The kind of a constant, from its values in the two traces."""
-        if local is whole:
-            return SAME
         try:
             a, b = np.asarray(local), np.asarray(whole)
         except TypeError:  # a typed random key
-            return SAME if np.shape(local) == np.shape(whole) else unknown("a constant key")
+            if np.shape(local) != np.shape(whole):
+                return unknown("a constant key")
+            data = jax.random.key_data(local), jax.random.key_data(whole)
+            return SAME if np.array_equal(*data) else unknown("a constant key")
         axis = batch_axis(a.shape, b.shape, self.devices)
         if axis is not None and axis >= 0:
-            tiled = np.concatenate([a] * self.devices, axis)
-            return rows(axis) if np.array_equal(tiled, b) else unknown("a constant of batch size")
+            return _constant_rows(a, b, axis, self.devices)
         if a.shape != b.shape:
             return unknown("a constant whose shape depends on the batch size")
-        if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-            return ZERO if not np.any(a) else SAME
+        if _equal_values(a, b):
+            return SAME if a.size == 0 or np.any(a) else ZERO
         if np.issubdtype(a.dtype, np.number) and np.all(b != 0):
             ratios = np.unique(np.asarray(a / b, np.float64))
             for power in (-1, 1, -2, 2):
@@ -114,7 +141,7 @@ class _Walk:
         return unknown("a constant that depends on the batch size")
 
     def _equation(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
-        eqn, name = pair.local, pair.local.primitive.name
+        eqn, name = pair.local, pair.name
         outputs = len(eqn.outvars)
         if eqn.primitive is loss_p:
             site = eqn.params["site"]
@@ -126,14 +153,6 @@ class _Walk:
         if eqn.primitive is rows_p:
             axis = pair.out_axis()
             return kinds if axis is None or axis < 0 else [rows(axis)]
-        if name == "axis_index" and self.axis_name in mapped_axes(eqn):
-            return [INDEX]
-        if name in ("psum", "pmax", "pmin", "all_gather") and self.axis_name in mapped_axes(eqn):
-            if eqn.params.get("axis_index_groups") is not None:
-                return [unknown(pair.why("a collective over groups of devices"))] * outputs
-            return [self._collective(name, pair, kind) for kind in kinds]
-        if any(word in name for word in _CALLBACKS):
-            return [unknown(f"it comes from {name}, outside the program, at {pair.line}")] * outputs
         if name == "scan":
             return self._scan(pair, kinds)
         if name == "while":
@@ -141,15 +160,15 @@ class _Walk:
         if name == "cond":
             return self._cond(pair, kinds)
         body, partner = call_body(eqn), call_body(pair.whole)
-        if body is not None and partner is not None and name not in KERNELS:
+        if name in CALLS and body is not None and partner is not None:
             return self.jaxpr(body, partner, kinds)
-        if name in RULES:
-            return RULES[name](pair, kinds)
-        if all(kind.same for kind in kinds) and pair.same_shapes() and pair.same_parameters():
-            return [SAME] * outputs
-        known = next((kind.why for kind in kinds if kind.tag == "unknown"), "")
-        why = pair.why(f"{name}, which is not known to keep examples apart,")
-        return [unknown(known or why)] * outputs
+        if any(word in name for word in _CALLBACKS):
+            return [unknown(f"it comes from {name}, outside the program, at {pair.line}")] * outputs
+        if any("Ref" in type(var.aval).__name__ for var in (*eqn.invars, *eqn.outvars)):
+            return [unknown(f"it comes from a mutable array, at {pair.line}")] * outputs
+        if self.axis_name in mapped_axes(eqn) and name != "pvary":
+            return [self._collective(name, pair, kinds)] * outputs
+        return apply_rule(pair, kinds, self.axis_name)
 
     def _gradient(self, pair: Pair, cotangent: Kind, primal: Kind) -> Kind:
         params = pair.local.params
@@ -173,55 +192,53 @@ class _Walk:
             return same(kind.power - 1)
         return kind if kind.tag in ("same", "zero") else unknown(pair.why("pmean"))
 
-    def _collective(self, name: str, pair: Pair, kind: Kind) -> Kind:
-        if kind.tag in ("unknown", "zero"):
-            return kind
+    def _collective(self, name: str, pair: Pair, kinds: list[Kind]) -> Kind:
+        if name == "axis_index":
+            return INDEX
+        if pair.params.get("axis_index_groups") is not None:
+            return unknown(pair.why("a collective over groups of devices"))
+        if len(kinds) != 1:
+            return unknown(pair.why(name))
+        (kind,) = kinds
         if not self.through_collectives and not kind.same:
             return unknown(pair.why(f"{name} over the batch"))
-        if name == "psum":
+        if kind.tag == "unknown":
+            return kind
+        if name in ("psum", "psum_invariant"):
+            if kind.tag == "zero":
+                return kind
             if kind.tag == "linear":
                 return same(kind.power)
             if kind.tag == "same":
                 return same(kind.power + 1)
-        elif name == "all_gather":
-            gathered = pair.local.params["all_gather_dimension"]
-            if kind.tag == "rows" and pair.local.params["tiled"] and kind.rows_axis == gathered:
+        elif name in ("all_gather", "all_gather_invariant"):
+            gathered = pair.params["all_gather_dimension"]
+            if kind.tag == "rows" and pair.params["tiled"] and kind.rows_axis == gathered:
                 return same(kind.power)
-        elif kind.same or kind.tag == name[1:]:
+        elif name in ("pmax", "pmin") and (kind.same or kind.tag == name[1:]):
             return SAME
         return unknown(pair.why(name))
 
     def _scan(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
-        eqn = pair.local
+        eqn, whole = pair.local, pair.whole.params
         consts, carried = scan_counts(eqn)
-        if eqn.params["length"] != pair.whole.params["length"]:
+        if any(eqn.params[name] != whole[name] for name in ("length", "reverse")):
             return [unknown(pair.why("a scan over the batch"))] * len(eqn.outvars)
         end = consts + carried
-        inputs = list(kinds)
-        for index in range(end, len(inputs)):
-            if inputs[index].tag == "rows":
-                inputs[index] = dataclasses.replace(
-                    inputs[index], rows_axis=inputs[index].rows_axis - 1
-                )
-        bodies = eqn.params["jaxpr"], pair.whole.params["jaxpr"]
+        inputs = kinds[:end] + [_shifted(kind, -1) for kind in kinds[end:]]
+        bodies = eqn.params["jaxpr"], whole["jaxpr"]
         while True:
             results = self.jaxpr(*bodies, inputs)
-            carry = [
-                join(old, new, pair.why("a loop that carries different kinds"))
-                for old, new in zip(inputs[consts:end], results[:carried], strict=True)
-            ]
+            carry = self._joined(pair, inputs[consts:end], results[:carried])
             if carry == inputs[consts:end]:
-                break
+                return carry + [_shifted(kind, 1) for kind in results[carried:]]
             inputs[consts:end] = carry
-        stacked = [
-            dataclasses.replace(kind, rows_axis=kind.rows_axis + 1) if kind.tag == "rows" else kind
-            for kind in results[carried:]
-        ]
-        return carry + stacked
 
     def _while(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
         params, whole = pair.local.params, pair.whole.params
         cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+        if (cond_consts, body_consts) != (whole["cond_nconsts"], whole["body_nconsts"]):
+            return [unknown(pair.why("a loop that differs"))] * len(pair.local.outvars)
         start = cond_consts + body_consts
         carry = kinds[start:]
         while True:
@@ -234,18 +251,21 @@ class _Walk:
             results = self.jaxpr(
                 params["body_jaxpr"], whole["body_jaxpr"], kinds[cond_consts:start] + carry
             )
-            new = [
-                join(a, b, pair.why("a loop that carries different kinds"))
-                for a, b in zip(carry, results, strict=True)
-            ]
+            new = self._joined(pair, carry, results)
             if new == carry:
                 return carry
             carry = new
 
+    def _joined(self, pair: Pair, first: list[Kind], second: list[Kind]) -> list[Kind]:
+        why = pair.why("a loop that carries different kinds")
+        return [join(a, b, why) for a, b in zip(first, second, strict=True)]
+
     def _cond(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
         predicate, *operands = kinds
-        branches = zip(pair.local.params["branches"], pair.whole.params["branches"], strict=True)
-        results = [self.jaxpr(a, b, operands) for a, b in branches]
+        branches, partners = pair.local.params["branches"], pair.whole.params["branches"]
+        if len(branches) != len(partners):
+            return [unknown(pair.why("a choice of branches"))] * len(pair.local.outvars)
+        results = [self.jaxpr(a, b, operands) for a, b in zip(branches, partners, strict=True)]
         if not predicate.same:
             why = pair.why("a branch that depends on one device's examples")
             return [unknown(why)] * len(pair.local.outvars)
@@ -256,3 +276,45 @@ class _Walk:
                 for a, b in zip(outputs, other, strict=True)
             ]
         return outputs
+
+
+def _match(local: Any, whole: Any) -> bool:
+    """Whether two jaxprs do the same operations, as far as their names say."""
+    names, partners = ([eqn.primitive.name for eqn in j.eqns] for j in (local, whole))
+    return (
+        names == partners
+        and all(
+            len(getattr(local, part)) == len(getattr(whole, part))
+            for part in ("invars", "constvars", "outvars")
+        )
+        and all(
+            len(a.invars) == len(b.invars) and len(a.outvars) == len(b.outvars)
+            for a, b in zip(local.eqns, whole.eqns, strict=True)
+        )
+    )
+
+
+def _shifted(kind: Kind, by: int) -> Kind:
+    """The kind of what a scan takes in one iteration (by -1), or stacks (by 1)."""
+    if kind.rows_axis is None:
+        return kind
+    return dataclasses.replace(kind, rows_axis=kind.rows_axis + by)
+
+
+def _constant_rows(local: np.ndarray, whole: np.ndarray, axis: int, devices: int) -> Kind:
+    """The kind of a constant with one row for each example."""
+    if whole.dtype == bool and not np.any(whole):
+        return Kind("false", rows_axis=axis)
+    if _equal_values(np.concatenate([local] * devices, axis), whole):
+        return rows(axis)
+    if np.issubdtype(whole.dtype, np.integer) and whole.dtype.itemsize >= 4:
+        along = np.expand_dims(
+            np.arange(whole.shape[axis]), [i for i in range(whole.ndim) if i != axis]
+        )
+        if np.all(whole == along) and np.all(local == along.take(range(local.shape[axis]), axis)):
+            return Kind("number", rows_axis=axis)
+    return unknown("a constant of batch size")
+
+
+def _equal_values(first: np.ndarray, second: np.ndarray) -> bool:
+    return first.dtype == second.dtype and first.tobytes() == second.tobytes()

@@ -18,8 +18,8 @@ class Signature:
     """One signature of a step, ready to be compiled.
 
     Attributes:
-      bound: a call with this signature; arrays have their global shapes.
-      state: the same call's state, flat.
+      bound: the structure of a call; its arrays are the global shapes.
+      state: the structure of the same call's state; its leaves are shapes.
       mesh: the devices; has `options.axis_name` among its axes.
       options: what the decorator was told.
       donate: whether the buffers of the state may be reused.
@@ -44,7 +44,13 @@ class Signature:
 
 
 class Launch(Protocol):
-    """One compiled signature."""
+    """One compiled signature.
+
+    Attributes:
+      drew: whether the step draws random numbers that differ between devices.
+    """
+
+    drew: bool
 
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
         """Runs the step: updates the caller's state in place and returns the step's output."""

@@ -15,13 +15,21 @@ import jax
 
 from nnx_dp._context import StepContext, entered
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
-from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated, sharded
+from nnx_dp._placement import (
+    check_alive,
+    check_kept,
+    donatable,
+    only_mesh,
+    put,
+    replicated,
+    sharded,
+)
 from nnx_dp._roles import BoundCall
-from nnx_dp._strategies._interface import Launch, Signature
+from nnx_dp._strategies._interface import Signature
 from nnx_dp._uneven import unpad
 
 
-def compile_jit(signature: Signature) -> Launch:
+def compile_jit(signature: Signature) -> FlatLaunch:
     """Compiles a signature at its first launch; see `Launch`."""
     mesh, axis_name = signature.mesh, signature.options.axis_name
     whole = replicated(mesh)
@@ -37,7 +45,12 @@ def compile_jit(signature: Signature) -> Launch:
         whole if sharding is None or odd else sharding
         for sharding, odd in zip(split, uneven, strict=True)
     ]
-    context = StepContext(mode="global", axis_name=axis_name, axis_size=1)
+    context = StepContext(
+        mode="global",
+        axis_name=axis_name,
+        axis_size=1,
+        mesh=mesh if signature.devices > 1 else None,
+    )
     structures: list[OutStructure] = []
 
     def body(nodes, arrays):
@@ -70,7 +83,10 @@ class FlatLaunch:
       jitted: `(state leaves, arrays) -> leaves`, the function that `jax.jit` returned.
     """
 
-    def __init__(self, jitted, structures, state_placement, placements, signature: Signature):
+    def __init__(
+        self, jitted, structures, state_placement, placements, signature: Signature, drew=False
+    ):
+        self.drew = drew
         self.jitted = jitted
         self._structures = structures
         self._mesh = state_placement.mesh
@@ -98,7 +114,12 @@ class FlatLaunch:
 
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
         with only_mesh(self._mesh):
-            leaves = self.jitted(*self.place(bound, state))
+            state_leaves, arrays = self.place(bound, state)
+            try:
+                leaves = self.jitted(state_leaves, arrays)
+            except Exception as error:
+                check_kept(state_leaves, error)
+                raise
         self._first = False
         leaves = unpad(leaves, self._padded_axes, bound.unpadded_size)
         return write_back(self._structures[-1], leaves, state.references)

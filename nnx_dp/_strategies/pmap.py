@@ -17,7 +17,7 @@ from flax.nnx.graphlib import RefMap
 
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, write_back
 from nnx_dp._per_device import make_plan, per_device_body, per_device_context
-from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated
+from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated, sharded
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._uneven import unpad
@@ -49,18 +49,19 @@ def compile_pmap(signature: Signature) -> Launch:
     mapped = nnx.pmap(
         on_each_device,
         axis_name=options.axis_name,
-        in_axes=([broadcast] * len(bound.nodes), array_axes),
+        in_axes=([broadcast] * len(bound.node_paths()), array_axes),
         out_axes=out_axes,
         devices=list(signature.mesh.devices.flat),
         donate_argnums=(0,) if signature.donate else (),
         graph=True,
         graph_updates=True,
     )
-    return _PmapLaunch(mapped, structures, array_axes, out_axes, signature)
+    return _PmapLaunch(mapped, structures, array_axes, out_axes, signature, plan.drew)
 
 
 class _PmapLaunch:
-    def __init__(self, mapped, structures, array_axes, out_axes, signature):
+    def __init__(self, mapped, structures, array_axes, out_axes, signature, drew):
+        self.drew = drew
         self.mapped = mapped
         self._structures = structures
         self._array_axes = array_axes
@@ -69,6 +70,11 @@ class _PmapLaunch:
         self._donate = signature.donate
         self._first = True
         self._placement = replicated(signature.mesh)
+        axis_name = signature.options.axis_name
+        self._placements = [
+            self._placement if axis is None else sharded(signature.mesh, axis_name, axis)
+            for axis in array_axes
+        ]
         self._padded_axes = signature.padded_output_axes
 
     def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
@@ -78,16 +84,20 @@ class _PmapLaunch:
         )
 
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
-        arrays = [
-            put(array, self._placement) if axis is None else _add_axis(array, axis, self._devices)
-            for array, axis in zip(bound.arrays, self._array_axes, strict=True)
-        ]
         check_alive(state.leaves, state.paths)
         with only_mesh(None):
+            arrays = [
+                put(_add_axis(array, axis, self._devices), placement)
+                for array, axis, placement in zip(
+                    bound.arrays, self._array_axes, self._placements, strict=True
+                )
+            ]
+            leaves = [put(leaf, self._placement) for leaf in state.leaves]
             if self._donate:
-                leaves = [put(leaf, self._placement) for leaf in state.leaves]
-                state.replace(donatable(leaves, callers=self._first))
+                leaves = donatable(leaves, callers=self._first)
                 self._first = False
+            if any(a is not b for a, b in zip(leaves, state.leaves, strict=True)):
+                state.replace(leaves)
             out = self.mapped(bound.nodes, arrays)
             out = [
                 leaf if axis is None else _join_axis(leaf, axis)
@@ -99,8 +109,10 @@ class _PmapLaunch:
         return write_back(self._structures[-1], leaves, state.references)
 
 
-def _add_axis(array: Any, axis: int, devices: int) -> Any:
+def _add_axis(array: Any, axis: int | None, devices: int) -> Any:
     """[..., B, ...] -> [..., devices, B / devices, ...], the device axis at `axis`."""
+    if axis is None:
+        return array
     shape = array.shape
     xp = np if isinstance(array, np.ndarray) else jnp
     return xp.reshape(array, (*shape[:axis], devices, shape[axis] // devices, *shape[axis + 1 :]))

@@ -47,7 +47,7 @@ def compile_shard_map(signature: Signature) -> Launch:
     )
     jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
     placements = [jax.sharding.NamedSharding(mesh, s) for s in array_specs]
-    return FlatLaunch(jitted, structures, replicated(mesh), placements, signature)
+    return FlatLaunch(jitted, structures, replicated(mesh), placements, signature, plan.drew)
 
 
 def out_specs(plan: Plan, axis_name: str) -> list[P]:

@@ -1,0 +1,57 @@
+"""JAX's and XLA's errors that mean one of this package's cases, said in the caller's terms.
+
+The caller's sentence comes first; JAX's own error stays chained below it.
+"""
+
+from __future__ import annotations
+
+import re
+
+# What JAX says, what it means for a decorated step, and what to write instead.
+_CASES: tuple[tuple[str, str], ...] = (
+    (
+        r"cannot be automatically partitioned",
+        "the step holds a kernel that XLA cannot partition. Put it in nnx_dp.per_device(kernel), "
+        'or use strategy="shard_map", where the whole step sees one device\'s batch.',
+    ),
+    (
+        r"[Uu]nbound axis name: ?['\"]?{axis_name}",
+        'the step itself uses a collective over the axis "{axis_name}". Under "jit" its body sees '
+        "the whole batch, and no such axis is bound. Use nnx_dp.psum, nnx_dp.pmean and the like, "
+        'which do the right thing in every strategy; or use strategy="shard_map".',
+    ),
+    (
+        r"incompatible devices",
+        "an array that the step uses is committed to other devices than those of its mesh. Pass "
+        "it as an argument, which is placed for you, instead of closing over it.",
+    ),
+    (
+        r"(context mesh|[Mm]esh).*should match",
+        "an array or a function in the step belongs to another mesh than the step's. Give "
+        "data_parallel that mesh (mesh=...), or place the array with nnx_dp.replicate.",
+    ),
+    (
+        r"not (evenly )?divisible|does not evenly divide|should evenly divide|IndivisibleError",
+        "an array in the step is to be split unevenly where JAX does not allow it. Look for a "
+        "sharding in the step itself; a batch argument may have any size under "
+        'strategy="jit".',
+    ),
+    (
+        r"cannot contain `StateAxes`",
+        "the step uses nnx.StateAxes in tree mode, which has none. Pass graph=True and "
+        "graph_updates=True to that transform.",
+    ),
+)
+
+
+def explain_error(error: Exception, *, step: str, axis_name: str) -> Exception | None:
+    """Returns an error that says what another one means for a step, None if that is not known."""
+    text = f"{type(error).__name__}: {error}"
+    for pattern, meaning in _CASES:
+        if re.search(pattern.replace("{axis_name}", re.escape(axis_name)), text):
+            message = f"data_parallel({step}): " + meaning.replace("{axis_name}", axis_name)
+            kind = (
+                type(error) if type(error) in (NameError, TypeError, ValueError) else RuntimeError
+            )
+            return kind(message)
+    return None

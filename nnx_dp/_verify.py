@@ -1,0 +1,183 @@
+"""Checks at run time: the copies on the devices against each other, the step against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx.graphlib import IndexMap, RefMap
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from nnx_dp._graph import StateLeaves, flatten_output
+from nnx_dp._roles import BoundCall, is_state
+from nnx_dp._uneven import unpad
+
+_TOLERANCE = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
+
+
+def assert_replicated(tree: Any) -> None:
+    """Checks that every array of a tree holds the same values on all of its devices, to the bit.
+
+    Looks at the actual shards: JAX takes an array for replicated because its type says so.
+
+    Args:
+      tree: pytree of arrays and NNX objects.
+
+    Raises:
+      AssertionError: naming the first path that differs, the devices and the largest difference.
+
+    Example::
+
+      >>> import nnx_dp
+      >>> from flax import nnx
+      >>> nnx_dp.assert_replicated(nnx_dp.replicate(nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state):
+        name = jax.tree_util.keystr(path)
+        if not is_state(node):
+            _assert_leaf(name or "the array", node)
+            continue
+        state = StateLeaves([node], [name or type(node).__name__])
+        for leaf_path, leaf in zip(state.paths, state.leaves, strict=True):
+            _assert_leaf(leaf_path, leaf)
+
+
+def _assert_leaf(path: str, leaf: Any) -> None:
+    if not isinstance(leaf, jax.Array):
+        return
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not leaf.sharding.is_fully_replicated:
+        raise AssertionError(
+            f"{path} is not replicated: its sharding is {leaf.sharding}. Place it with "
+            "nnx_dp.replicate."
+        )
+    first, *others = leaf.addressable_shards
+    expected = np.asarray(first.data)
+    for shard in others:
+        value = np.asarray(shard.data)
+        if value.tobytes() != expected.tobytes():
+            with np.errstate(invalid="ignore"):
+                wide = np.float64 if value.dtype.kind in "fiub" else value.dtype
+                difference = np.abs(value.astype(wide) - expected.astype(wide))
+            raise AssertionError(
+                f"{path} differs between {first.device} and {shard.device}: the largest difference "
+                f"is {np.nanmax(difference):.3g}. A per-device step wrote a value that varies; "
+                "nnx_dp.data_parallel with check=True names it before it runs."
+            )
+
+
+class ShardCheck:
+    """Compares the copies of the state on the devices: a hash on each, one scalar on the wire."""
+
+    def __init__(self, mesh: Mesh):
+        axes = tuple(mesh.axis_names)
+
+        def agree(leaves):
+            total = jnp.zeros((), jnp.uint32)
+            for index, leaf in enumerate(leaves):
+                total = total * jnp.uint32(31) + _hash(leaf) + jnp.uint32(index)
+            return lax.pmax(total, axes) == lax.pmin(total, axes)
+
+        mapped = jax.shard_map(agree, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        self._agree = jax.jit(mapped)
+
+    def __call__(self, state: StateLeaves) -> None:
+        """Raises AssertionError if an array of the state differs between devices."""
+        leaves = [leaf for leaf in state.leaves if isinstance(leaf, jax.Array)]
+        if not bool(self._agree(leaves)):
+            for path, leaf in zip(state.paths, state.leaves, strict=True):
+                _assert_leaf(path, leaf)
+
+
+def _hash(leaf: jax.Array) -> jax.Array:
+    """A sum of the array's bits in which every position has its own odd weight, modulo 2**32."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if jnp.iscomplexobj(leaf):
+        return _hash(leaf.real) * jnp.uint32(3) + _hash(leaf.imag)
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    bits = lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * min(leaf.dtype.itemsize, 4)}"))
+    flat = bits.reshape(-1).astype(jnp.uint32)
+    weights = jnp.arange(flat.size, dtype=jnp.uint32) * jnp.uint32(2654435761) | jnp.uint32(1)
+    return jnp.sum(flat * weights, dtype=jnp.uint32)
+
+
+class Oracle:
+    """The undecorated step on one device, on copies of everything."""
+
+    def __init__(self, bound: BoundCall, state: StateLeaves, device: Any):
+        copies = [_on(leaf, device) for leaf in state.leaves]
+        self.before = [
+            jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in state.leaves
+        ]
+        raw = jax.tree.unflatten(state.treedef, copies)
+        nodes = nnx.unflatten(state.graphdef, raw, index_ref=IndexMap())
+        axes = [argument.axis for argument in bound.array_arguments()]
+        arrays = unpad(bound.arrays, axes, bound.unpadded_size)
+        with jax.default_device(device):
+            output = bound.call(nodes, [_on(array, device) for array in arrays])
+            self._leaves, self._structure = flatten_output(bound, nodes, output, RefMap())
+
+    def compare(self, bound: BoundCall, output: Any, *, drew: bool) -> None:
+        """Raises AssertionError if a decorated call left anything else behind.
+
+        Args:
+          drew: whether random numbers differ by design; then only shapes and counts are compared.
+        """
+        leaves, structure = flatten_output(bound, bound.nodes, output, RefMap())
+        theirs = [leaf.path for leaf in self._structure.leaves]
+        if [leaf.path for leaf in structure.leaves] != theirs:
+            raise AssertionError(
+                f"the decorated step leaves {[leaf.path for leaf in structure.leaves]} behind, the "
+                f"plain step {theirs}."
+            )
+        problems = []
+        for leaf, got, want in zip(structure.leaves, leaves, self._leaves, strict=True):
+            random = isinstance(leaf.variable, nnx.RngState)
+            problem = _difference(got, want, values=random or not drew)
+            if problem:
+                problems.append(f"{leaf.path}: {problem}")
+        if problems:
+            raise AssertionError(
+                "the decorated step differs from the plain step on one device:\n  "
+                + "\n  ".join(problems)
+                + "\nLikely causes: a loss or an output that is not what loss_reduce=, out_reduce= "
+                "or state_reduce= says, statistics that are not synchronised, or arithmetic in low "
+                "precision. The state is as it was before the call."
+            )
+
+
+def _on(leaf: Any, device: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(np.asarray(leaf), device)
+    return jax.device_put(leaf, device)
+
+
+def _difference(got: Any, want: Any, *, values: bool) -> str:
+    got, want = _to_numpy(got), _to_numpy(want)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
+    if not values:
+        return ""
+    tolerance = _TOLERANCE.get(str(got.dtype), 0)
+    if got.dtype.kind not in "biufc":
+        got, want = got.astype(np.float32), want.astype(np.float32)
+    scale = max(float(np.max(np.abs(want), initial=0)), 1e-6)
+    difference = np.abs(got.astype(np.complex128) - want.astype(np.complex128))
+    agree = (difference <= tolerance * scale) | (np.isnan(got) & np.isnan(want)) | (got == want)
+    if np.all(agree):
+        return ""
+    return f"the largest difference is {np.nanmax(difference):.3g}, of values up to {scale:.3g}"
+
+
+def _to_numpy(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
