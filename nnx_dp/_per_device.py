@@ -319,15 +319,23 @@ def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossR
     declared = ledger.declared.get(site, options.loss_reduce)
     if declared != "infer":
         return declared
-    taint = losses.get(site)
-    if taint is None:
+    taint, kind = losses.get(site), comparison.losses.get(site)
+    conflict = kind is not None and kind.tag == "conflict"
+    if taint is None and not conflict:
         return "mean"
-    kind = comparison.losses.get(site)
     if kind is not None and kind.reduction in ("mean", "sum"):
         return kind.reduction
     if kind is not None and kind.axis is not None:
         return "sum"
     reason = kind.reason if kind is not None else comparison.why
+    if conflict:
+        raise ValueError(
+            f"gradient {site + 1} of the step, on {devices} devices, is not that of its loss over "
+            f"the batch: {reason}. Options:\n"
+            "1. Return from the backward pass what it is for one device's examples.\n"
+            '2. Say what the loss is, if that is right: loss_reduce="mean" or "sum".\n'
+            '3. Use strategy="jit", where the step sees the whole batch.'
+        )
     raise ValueError(
         f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
         f"the batch ({reason}), so the gradients of the "

@@ -10,6 +10,7 @@ N devices each hold a local value; one device with the whole batch would hold th
     number         rows numbered by their place in the batch, along the rows' axis
     place          index vectors, along the last axis, whose component k is such a number
     false          not one of them true, along the rows' axis
+    conflict       a loss whose gradient is not its own
     key            a random key folded with the device's index
     index          the device's index
     unknown        none of these, as far as can be seen
@@ -38,6 +39,7 @@ Tag = Literal[
     "false",
     "key",
     "index",
+    "conflict",
     "unknown",
 ]
 
@@ -75,7 +77,7 @@ class Kind:
     @property
     def reason(self) -> str:
         """Why the value is not the global one, in words."""
-        if self.tag == "unknown":
+        if self.tag in ("unknown", "conflict"):
             return self.why
         if self.tag == "same" and self.power == -1:
             return "it is a count or a sum over one device's examples"

@@ -14,6 +14,9 @@ from nnx_dp._kinds import algebra
 from nnx_dp._kinds.algebra import SAME, ZERO, Kind, rows
 from nnx_dp._kinds.pair import Pair, Rule, mixed
 
+_SIGNED = ("zero", "same", "rows", "linear", "max", "min")
+"""Kinds of values, rather than of what they stand for, such as a row's number."""
+
 _NARROW_BYTES = 4
 """Integers narrower than this are assumed to overflow, wider ones not to."""
 
@@ -24,6 +27,10 @@ def nonlinear(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 
 def add(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     return [algebra.add(*kinds, pair.why("a sum of unlike terms"))]
+
+
+def _sub(pair: Pair, kinds: list[Kind]) -> list[Kind]:
+    return add(pair, [kinds[0], _negated(kinds[1])])
 
 
 def _mul(pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -42,10 +49,14 @@ def _pass(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 
 
 def _neg(pair: Pair, kinds: list[Kind]) -> list[Kind]:
-    (kind,) = kinds
+    kind = _negated(kinds[0])
+    return [kind] if kind.tag in _SIGNED else mixed(pair, kinds)
+
+
+def _negated(kind: Kind) -> Kind:
     if kind.tag in ("max", "min"):
-        return [dataclasses.replace(kind, tag="min" if kind.tag == "max" else "max")]
-    return [kind] if kind.tag in ("zero", "same", "rows", "linear") else mixed(pair, kinds)
+        return dataclasses.replace(kind, tag="min" if kind.tag == "max" else "max")
+    return kind
 
 
 def _less_than(pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -68,7 +79,7 @@ def _convert(pair: Pair, kinds: list[Kind]) -> list[Kind]:
         linear_map = jnp.issubdtype(source, jnp.inexact) or _is_wide(source)
     else:
         linear_map = wide and all(jnp.issubdtype(d, jnp.integer) for d in (source, target))
-    if linear_map and kind.tag in ("zero", "same", "rows", "linear", "max", "min"):
+    if linear_map and kind.tag in _SIGNED:
         return [kind]
     return [kind] if kind.tag == "zero" else nonlinear(pair, kinds)
 
@@ -152,7 +163,8 @@ _IDENTITIES = """
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_NONLINEAR, nonlinear),
     **dict.fromkeys(_IDENTITIES, _pass),
-    **dict.fromkeys(("add", "add_any", "sub"), add),
+    **dict.fromkeys(("add", "add_any"), add),
+    "sub": _sub,
     "neg": _neg,
     "lt": _less_than,
     "mul": _mul,

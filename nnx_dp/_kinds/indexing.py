@@ -111,14 +111,21 @@ def _scatter_add(pair: Pair, kinds: list[Kind]) -> list[Kind]:
         if indices.same and updates.tag in ("same", "linear", "zero"):
             return [_added(operand, updates, why)]
         return mixed(pair, kinds)
-    if updates.tag == "rows" and _updates_itself(pair, indices, updates.rows_axis):
-        return [_added(operand, updates, why)]
-    return mixed(pair, kinds)
+    return [_added(operand, updates, why)] if _by_row(pair, indices) else mixed(pair, kinds)
 
 
-def _updates_itself(pair: Pair, indices: Kind, axis: int | None) -> bool:
+def _scatter(pair: Pair, kinds: list[Kind]) -> list[Kind]:
+    operand, indices, updates = kinds
+    apart = indices.same if pair.out_axis() is None else _by_row(pair, indices)
+    why = pair.why("an update of unlike kind")
+    return [algebra.join(operand, updates, why)] if apart else mixed(pair, kinds)
+
+
+def _by_row(pair: Pair, indices: Kind) -> bool:
     """Whether every row is updated by the row of updates that is in the same place."""
-    numbers, out_axis = pair.params["dimension_numbers"], pair.out_axis()
+    numbers, out_axis, axis = pair.params["dimension_numbers"], pair.out_axis(), pair.axis(2)
+    if axis is None or axis < 0:
+        return False
     batching = tuple(numbers.operand_batching_dims)
     if axis not in numbers.update_window_dims:
         paired = dict(zip(batching, numbers.scatter_indices_batching_dims, strict=True))
@@ -126,8 +133,7 @@ def _updates_itself(pair: Pair, indices: Kind, axis: int | None) -> bool:
     removed = {*numbers.inserted_window_dims, *batching}
     kept = [d for d in range(len(pair.shape(0))) if d not in removed]
     entire = pair.shape(2)[axis] == pair.shape(0)[out_axis]  # type: ignore[index]
-    place = kept[numbers.update_window_dims.index(axis)]
-    return indices.same and entire and place == out_axis
+    return indices.same and entire and kept[numbers.update_window_dims.index(axis)] == out_axis
 
 
 def _added(operand: Kind, updates: Kind, why: str) -> Kind:
@@ -140,6 +146,7 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": moves(_dynamic_slice),
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
+    "scatter": _scatter,
     "scatter-add": _scatter_add,
     "scatter_add": _scatter_add,
 }

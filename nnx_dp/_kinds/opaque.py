@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nnx_dp._kinds.algebra import KEY, SAME, Kind, rows, unknown
 from nnx_dp._kinds.elementwise import nonlinear
-from nnx_dp._kinds.pair import Pair, Rule, mixed
+from nnx_dp._kinds.pair import Pair, Rule, equal_parameters, mixed
 
 
 def _random_key(pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -45,13 +45,23 @@ def _kernel(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     """A kernel is not looked into: one that runs on a device's batch treats examples apart."""
     batched = [kind for kind in kinds if not kind.same]
     if not batched:
-        known = pair.same_shapes() and pair.same_parameters()
+        known = pair.same_shapes() and _same_kernel(pair)
         return [SAME] * len(pair.local.outvars) if known else mixed(pair, kinds)
     if all(kind.axis is not None for kind in batched):
         axes = [pair.out_axis(i) for i in range(len(pair.local.outvars))]
         if all(axis is not None and axis >= 0 for axis in axes):
             return [rows(axis) for axis in axes]  # type: ignore[arg-type]
     return mixed(pair, kinds)
+
+
+def _same_kernel(pair: Pair) -> bool:
+    """Whether both run one kernel; its grid and its types name the mesh, whose size differs."""
+    local, whole = pair.local.params, pair.whole.params
+    return local.keys() == whole.keys() and all(
+        equal_parameters(local[name], whole[name])
+        or (" at 0x" not in str(local[name]) and str(local[name]) == str(whole[name]))
+        for name in local
+    )
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "triton_kernel_call")

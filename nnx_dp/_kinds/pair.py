@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nnx_dp._jaxpr import is_jaxpr, mapped_axes, open_jaxpr, sub_jaxprs, user_line
+from nnx_dp._jaxpr import is_jaxpr, mapped_axes, open_jaxpr, sub_jaxprs
 from nnx_dp._kinds.algebra import Kind, unknown
 
 Rule = Callable[["Pair", list[Kind]], list[Kind]]
@@ -23,11 +23,12 @@ _PLACES = {"sharding", "out_sharding", "mesh", "context_mesh", "devices", "srcs"
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """An equation at one device's shapes and its partner at the global shapes."""
+    """An equation at one device's shapes, its partner at the global shapes, and their line."""
 
     local: Any
     whole: Any
     devices: int
+    known_line: str = ""
 
     @property
     def name(self) -> str:
@@ -39,7 +40,7 @@ class Pair:
 
     @property
     def line(self) -> str:
-        return user_line(self.local) or "an unknown line"
+        return self.known_line or "an unknown line"
 
     def why(self, what: str) -> str:
         return f"{what} at {self.line} makes it no plain mean or sum over examples"
@@ -65,7 +66,7 @@ class Pair:
         local, whole = self.local.params, self.whole.params
         ignored = _PLACES | (_SIZES if sizes else set())
         return local.keys() == whole.keys() and all(
-            _equal(local[name], whole[name]) for name in local if name not in ignored
+            equal_parameters(local[name], whole[name]) for name in local if name not in ignored
         )
 
     def holds(self, output: int, kind: Kind) -> bool:
@@ -102,14 +103,15 @@ def mixed(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     return [unknown(known or pair.why(pair.name))] * len(pair.local.outvars)
 
 
-def _equal(first: Any, second: Any) -> bool:
+def equal_parameters(first: Any, second: Any) -> bool:
+    """Whether two parameters of equations are surely the same."""
     if first is second:
         return True
     if is_jaxpr(first):
         return is_jaxpr(second) and _equal_jaxprs(first, second)
     if isinstance(first, (tuple, list)):
         return type(first) is type(second) and (
-            len(first) == len(second) and all(map(_equal, first, second))
+            len(first) == len(second) and all(map(equal_parameters, first, second))
         )
     if isinstance(first, float) and math.isnan(first):
         return isinstance(second, float) and math.isnan(second)
@@ -154,4 +156,4 @@ def _equal_functions(first: Callable, second: Callable) -> bool:
     cells = (getattr(f, "__closure__", None) or () for f in (first, second))
     contents = [[cell.cell_contents for cell in closure] for closure in cells]
     defaults = first.__defaults__, second.__defaults__  # type: ignore[attr-defined]
-    return _equal(contents[0], contents[1]) and _equal(*defaults)
+    return equal_parameters(contents[0], contents[1]) and equal_parameters(*defaults)

@@ -8,6 +8,7 @@ not match, everything that follows is unknown.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ import jax
 import numpy as np
 
 from nnx_dp._grad_sync import grad_sync_p, loss_p, rows_p
-from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts
-from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, rows, same, unknown
+from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts, user_line
+from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, linear, rows, same, unknown
 from nnx_dp._kinds.pair import Pair, batch_axis
 from nnx_dp._kinds.rules import apply_rule
 from nnx_dp._replication import CALLS
@@ -56,15 +57,32 @@ def find_kinds(
     inputs[: len(constants)] = [walk.constant(*values) for values in constants]
     outputs = walk.jaxpr(local, whole, inputs)
     for site, cotangents in walk.cotangents.items():
-        # A function with an output for each example, differentiated by nnx.vjp: what its
-        # gradient is depends on the cotangent that the step chose.
-        if walk.losses.get(site, SAME).tag == "rows":
-            walk.losses[site] = cotangents
+        walk.losses[site] = _loss_from_gradient(walk.losses.get(site, SAME), cotangents)
     inner, outer = open_jaxpr(local)[0], open_jaxpr(whole)[0]
     for index, kind in enumerate(outputs):
         if kind.tag == "zero":
             outputs[index] = _zeros(inner.outvars[index], outer.outvars[index], devices)
     return outputs, walk.losses
+
+
+def _loss_from_gradient(loss: Kind, cotangents: list[Kind]) -> Kind:
+    """Compares what a loss is with what its backward pass brings to the state on each device."""
+    if loss.tag == "rows":
+        # A function with an output for each example, differentiated by nnx.vjp: what its gradient
+        # is depends on the cotangent that the step chose.
+        return functools.reduce(lambda a, b: join(a, b, "gradients of unlike kinds"), cotangents)
+    summed = loss.tag == "linear" and loss.power == 0
+    expected = (linear(0), same(-1)) if summed else (linear(1), SAME)
+    for cotangent in cotangents:
+        if cotangent.tag in ("same", "linear") and cotangent not in expected:
+            return Kind("conflict", why=_REDUCED_ALREADY)
+    return loss
+
+
+_REDUCED_ALREADY = (
+    "its backward pass, of a jax.custom_vjp for example, scales the gradient or sums it over the "
+    "devices itself: leave that to the caller, or use nnx_dp.pmean there"
+)
 
 
 def _zeros(local: Any, whole: Any, devices: int) -> Kind:
@@ -81,7 +99,8 @@ class _Walk:
     axis_name: str
     through_collectives: bool
     losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
-    cotangents: dict[int, Kind] = dataclasses.field(default_factory=dict)
+    cotangents: dict[int, list[Kind]] = dataclasses.field(default_factory=dict)
+    line: str = ""
 
     def jaxpr(self, local: Any, whole: Any, inputs: list[Kind]) -> list[Kind]:
         inner, constants = open_jaxpr(local)
@@ -104,7 +123,10 @@ class _Walk:
             kinds = [
                 self._read(env, *pair) for pair in zip(eqn.invars, partner.invars, strict=True)
             ]
-            results = self._equation(Pair(eqn, partner, self.devices), kinds)
+            # A function that JAX compiled before has no lines of its own: that of its call stands.
+            line, self.line = self.line, user_line(eqn) or self.line
+            results = self._equation(Pair(eqn, partner, self.devices, self.line), kinds)
+            self.line = line
             env.update(zip(eqn.outvars, zip(partner.outvars, results, strict=True), strict=True))
         return [self._read(env, *pair) for pair in zip(inner.outvars, outer.outvars, strict=True)]
 
@@ -179,8 +201,7 @@ class _Walk:
         if primal.tag == "rows":
             return rows(primal.rows_axis)  # type: ignore[arg-type]
         site = params["site"]
-        old = self.cotangents.get(site, cotangent)
-        self.cotangents[site] = join(old, cotangent, pair.why("a gradient"))
+        self.cotangents.setdefault(site, []).append(cotangent)
         if not self.through_collectives:
             return unknown(pair.why("a gradient over the batch"))
         # How the loss is reduced is decided, or refused, by the kind of the loss; either way the
