@@ -18,6 +18,14 @@ Jaxpr = jex.core.Jaxpr
 Literal = jex.core.Literal
 Eqn = jex.core.JaxprEqn
 
+_CALLS = frozenset(
+    """
+    call checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr eval_jaxpr jit pjit remat remat2 xla_metadata_call
+    """.split()
+)
+"""Primitives that run the jaxpr they hold once, on their operands, and return what it returns."""
+
 _HIDDEN = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (jax.__file__, flax.__file__, __file__)
@@ -43,7 +51,9 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def call_body(eqn: Any) -> Any | None:
-    """Returns the body of a call-like equation: one jaxpr that takes the equation's operands."""
+    """Returns the jaxpr that a call runs on its operands, None for an equation that is no call."""
+    if eqn.primitive.name not in _CALLS:
+        return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         body = eqn.params.get(name)
         if body is not None and is_jaxpr(body):

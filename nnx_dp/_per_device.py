@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger, LossReduce
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call
-from nnx_dp._jaxpr import open_jaxpr
+from nnx_dp._jaxpr import Literal, open_jaxpr
 from nnx_dp._kinds import Kind, find_kinds
 from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
 from nnx_dp._placement import only_mesh
@@ -207,7 +207,9 @@ def _compare(
         local.shard_axes,
         devices=devices,
         axis_name=options.axis_name,
+        constants=list(zip(local.constants, whole.constants, strict=False)),
         through_collectives=through_collectives,
+        shared_draws=options.rngs != "split",
     )
     shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
     return _Comparison([*shapes], kinds, losses, "it does other operations on a device's batch")
@@ -245,6 +247,7 @@ class _Traced:
     out_shapes: list[jax.ShapeDtypeStruct]
     taints: list[Taint]
     shard_axes: list[int | None]
+    constants: list[Any]
 
 
 def _trace(
@@ -277,21 +280,30 @@ def _trace(
     with only_mesh(None):
         jaxpr, out_shapes = jax.make_jaxpr(mapped, return_shape=True)(state_shapes, arrays)
     inner, constants = _shard_map_body(jaxpr, len(state_shapes) + len(arrays))
-    taints: list[Taint] = [None] * (constants + len(state_shapes))
+    same = len(constants) + len(state_shapes)
+    taints: list[Taint] = [None] * same
     taints += [
         Variation(f"the batch ({argument.path})") if argument.role is Role.BATCH else None
         for argument in arguments
     ]
-    axes = [None] * (constants + len(state_shapes)) + [argument.axis for argument in arguments]
-    return _Traced(inner, structures[-1], ledger, list(out_shapes), taints, axes)
+    axes = [None] * same + [argument.axis for argument in arguments]
+    return _Traced(inner, structures[-1], ledger, list(out_shapes), taints, axes, constants)
 
 
-def _shard_map_body(jaxpr: Any, inputs: int) -> tuple[Any, int]:
-    outer, _ = open_jaxpr(jaxpr)
+def _shard_map_body(jaxpr: Any, inputs: int) -> tuple[Any, list[Any]]:
+    """Returns the jaxpr inside a shard_map, and the values of the arrays that it closes over.
+
+    JAX hands these arrays in as the first inputs of the body.
+    """
+    outer, values = open_jaxpr(jaxpr)
     (equation,) = [e for e in outer.eqns if e.primitive.name == "shard_map"]
     body = equation.params["jaxpr"]
     inner, _ = open_jaxpr(body)
-    return body, len(inner.invars) - inputs
+    known = dict(zip(outer.constvars, values, strict=False))
+    closed_over = equation.invars[: len(inner.invars) - inputs]
+    return body, [
+        atom.val if isinstance(atom, Literal) else known.get(atom, object()) for atom in closed_over
+    ]
 
 
 def _shard_shape(array: Any, axis: int | None, shards: int, scale: int) -> jax.ShapeDtypeStruct:
@@ -401,7 +413,9 @@ def _check_rule(leaf, rule, shape, options, devices) -> None:
     with only_mesh(None):
         jaxpr = jax.make_jaxpr(mapped)(shape, shape)
     body, constants = _shard_map_body(jaxpr, 2)
-    taints: list[Taint] = [None] * (constants + 1) + [Variation("the new value on each device")]
+    taints: list[Taint] = [None] * (len(constants) + 1) + [
+        Variation("the new value on each device")
+    ]
     (taint,) = find_variation(body, taints, axis_name=options.axis_name)
     if taint is not None:
         raise ValueError(

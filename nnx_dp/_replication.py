@@ -25,14 +25,6 @@ from nnx_dp._jaxpr import (
     user_line,
 )
 
-CALLS = frozenset(
-    """
-    call checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr eval_jaxpr jit pjit remat remat2 xla_metadata_call
-    """.split()
-)
-"""Primitives that run the jaxpr they hold once, on their operands, and return what it returns."""
-
 # A collective of these over the data axis leaves the same value on every device; any other may
 # differ between devices whatever it is given.
 _AGREEING = {
@@ -145,7 +137,7 @@ class _Walk:
         if name == "cond":
             return self._cond(eqn, operands)
         body = call_body(eqn)
-        if name in CALLS and body is not None:
+        if body is not None:
             return self.jaxpr(body, operands)
         return self._opaque(eqn, operands)
 

@@ -138,7 +138,7 @@ def test_sees_the_batch_of_one_device_under_jit():
     assert seen[-1] == (8, 3)
 
 
-def test_no_gather_in_the_compiled_program():
+def test_no_gather_in_the_compiled_program(optimised):
     (layer,) = attention_layer(nnx_dp.per_device(attention))()
     step = nnx_dp.data_parallel(train(lambda layer, x: layer(x)), strategy="jit", devices=4)
     hlo = step.lower(layer, sequences()).compile().as_text()

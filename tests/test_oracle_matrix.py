@@ -41,15 +41,6 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 per_device_strategies = pytest.mark.parametrize("strategy", PER_DEVICE)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Every program here runs a handful of times: compiling it is what takes the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 # -------------------------------------------------------------------------------------------------
 # The batches: rows, and so shards, differ in scale, in the classes and in the tokens that they hold
 

@@ -228,3 +228,33 @@ def test_any_axis_of_any_pytree(axis, shape, strategy, negative):
     out = step({"x": x})
     np.testing.assert_allclose(out["twice"][0], x * 2)
     np.testing.assert_allclose(out["sum"], x.sum())
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_array_made_from_the_batch_size_is_no_constant(strategy):
+    """Closed-over NumPy values may differ between a device's trace and the global one."""
+    step = nnx_dp.data_parallel(
+        lambda x: jnp.sin(np.ones(3, np.float32) / x.shape[0]), strategy=strategy, devices=2
+    )
+    with pytest.raises(ValueError, match="output"):
+        step(np.ones((8, 3), np.float32))
+    rows = nnx_dp.data_parallel(
+        lambda x, y: x[np.arange(x.shape[0]), y], strategy=strategy, devices=2
+    )
+    x, y = classify()
+    np.testing.assert_allclose(rows(x, y % 3), x[np.arange(8), y % 3])
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_draws_from_a_constant_key_are_refused(strategy):
+    """Every device would get the same numbers for its own examples."""
+
+    def step(x):
+        return x + jax.random.normal(jax.random.key(0), x.shape)
+
+    x, _ = classify()
+    with pytest.raises(ValueError, match=r"the key of a random draw at .*test_outputs"):
+        nnx_dp.data_parallel(step, strategy=strategy, devices=4)(x)
+    alike = nnx_dp.data_parallel(step, strategy=strategy, devices=4, rngs="broadcast")
+    noise = (np.array(alike(x)) - x).reshape(4, -1)
+    np.testing.assert_allclose(noise, np.broadcast_to(noise[:1], noise.shape), atol=1e-5)

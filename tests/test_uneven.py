@@ -28,7 +28,7 @@ def test_jit_is_exact_for_any_size(devices, rows):
     check_against_one_device(step, linear, batches, strategy="jit", devices=devices)
 
 
-def test_jit_stays_parallel():
+def test_jit_stays_parallel(optimised):
     """Each device does about its share of the work, and the gradient crosses once."""
     x = np.ones((11, 64), np.float32)
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))

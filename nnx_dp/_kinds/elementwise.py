@@ -26,7 +26,8 @@ def nonlinear(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 
 
 def add(pair: Pair, kinds: list[Kind]) -> list[Kind]:
-    return [algebra.add(*kinds, pair.why("a sum of unlike terms"))]
+    first, second = kinds
+    return [algebra.add(first, second, pair.why("a sum of unlike terms"))]
 
 
 def _sub(pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -34,14 +35,16 @@ def _sub(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 
 
 def _mul(pair: Pair, kinds: list[Kind]) -> list[Kind]:
-    return [algebra.multiply(*kinds, pair.why("a product"))]
+    first, second = kinds
+    return [algebra.multiply(first, second, pair.why("a product"))]
 
 
 def _div(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     if jnp.issubdtype(pair.local.outvars[0].aval.dtype, jnp.integer):
         # The remainders that the devices drop do not add up to the one that a single device drops.
         return nonlinear(pair, kinds)
-    return [algebra.multiply(*kinds, pair.why("a quotient"), sign=-1)]
+    first, second = kinds
+    return [algebra.multiply(first, second, pair.why("a quotient"), sign=-1)]
 
 
 def _pass(pair: Pair, kinds: list[Kind]) -> list[Kind]:

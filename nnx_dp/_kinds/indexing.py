@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -63,7 +65,7 @@ def _gather(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 def _rows_of(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     operand, indices = kinds[0], kinds[1]
     numbers, sizes = pair.params["dimension_numbers"], pair.params["slice_sizes"]
-    axis = operand.rows_axis
+    axis: Any = operand.rows_axis
     result = [rows(pair.out_axis(), operand.power)]  # type: ignore[arg-type]
     if indices.tag in ("number", "place"):
         # Every row looks into itself, if its number is what looks it up.

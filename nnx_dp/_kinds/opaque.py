@@ -24,6 +24,12 @@ def _random_bits(pair: Pair, kinds: list[Kind]) -> list[Kind]:
         return _drawn(pair, unknown(why))
     if key.axis is not None:
         return [key]
+    if key.same and not pair.shared_draws and pair.out_axis() is not None:
+        why = (
+            f"the key of a random draw at {pair.line} is the same on every device, so that their "
+            "examples would get the same numbers: take it from nnx.Rngs or from an argument"
+        )
+        return [unknown(why)]
     return _drawn(pair, SAME) if key.same else mixed(pair, kinds)
 
 

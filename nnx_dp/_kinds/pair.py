@@ -29,6 +29,7 @@ class Pair:
     whole: Any
     devices: int
     known_line: str = ""
+    shared_draws: bool = True
 
     @property
     def name(self) -> str:

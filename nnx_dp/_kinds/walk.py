@@ -20,7 +20,6 @@ from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_coun
 from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, linear, rows, same, unknown
 from nnx_dp._kinds.pair import Pair, batch_axis
 from nnx_dp._kinds.rules import apply_rule
-from nnx_dp._replication import CALLS
 
 _CALLBACKS = ("callback", "infeed", "outfeed")
 _OTHER_VALUES = "the step takes other values on one device's batch than on the whole one"
@@ -35,6 +34,7 @@ def find_kinds(
     axis_name: str,
     constants: Sequence[tuple[Any, Any]] = (),
     through_collectives: bool = True,
+    shared_draws: bool = True,
 ) -> tuple[list[Kind], dict[int, Kind]]:
     """Finds the reduction kind of every output and of every loss.
 
@@ -48,11 +48,13 @@ def find_kinds(
         arrays that the body closes over: their values may depend on the batch size.
       through_collectives: whether a value may be put together from several devices' examples;
         False leaves only what is computed from each example alone.
+      shared_draws: whether examples on different devices may get the same random numbers, from a
+        key that all devices hold alike.
 
     Returns:
       The kind of each output, and the kind of each gradient's loss by the gradient's number.
     """
-    walk = _Walk(devices, axis_name, through_collectives)
+    walk = _Walk(devices, axis_name, through_collectives, shared_draws)
     inputs = [SAME if axis is None else rows(axis) for axis in shard_axes]
     inputs[: len(constants)] = [walk.constant(*values) for values in constants]
     outputs = walk.jaxpr(local, whole, inputs)
@@ -98,6 +100,7 @@ class _Walk:
     devices: int
     axis_name: str
     through_collectives: bool
+    shared_draws: bool
     losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, list[Kind]] = dataclasses.field(default_factory=dict)
     line: str = ""
@@ -125,7 +128,8 @@ class _Walk:
             ]
             # A function that JAX compiled before has no lines of its own: that of its call stands.
             line, self.line = self.line, user_line(eqn) or self.line
-            results = self._equation(Pair(eqn, partner, self.devices, self.line), kinds)
+            pair = Pair(eqn, partner, self.devices, self.line, self.shared_draws)
+            results = self._equation(pair, kinds)
             self.line = line
             env.update(zip(eqn.outvars, zip(partner.outvars, results, strict=True), strict=True))
         return [self._read(env, *pair) for pair in zip(inner.outvars, outer.outvars, strict=True)]
@@ -182,7 +186,7 @@ class _Walk:
         if name == "cond":
             return self._cond(pair, kinds)
         body, partner = call_body(eqn), call_body(pair.whole)
-        if name in CALLS and body is not None and partner is not None:
+        if body is not None and partner is not None:
             return self.jaxpr(body, partner, kinds)
         if any(word in name for word in _CALLBACKS):
             return [unknown(f"it comes from {name}, outside the program, at {pair.line}")] * outputs

@@ -22,6 +22,8 @@ from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._uneven import unpad
 
+_PMAP = jax.pmap
+
 
 def compile_pmap(signature: Signature) -> Launch:
     """Plans a signature now and compiles it at its first launch; see `Launch`."""
@@ -67,6 +69,9 @@ class _PmapLaunch:
         self._array_axes = array_axes
         self._out_axes = out_axes
         self._devices = signature.devices
+        # `chex.fake_pmap` puts a vmap in the place of `jax.pmap`, which leaves the device axis in
+        # front of everything.
+        self._faked = jax.pmap is not _PMAP
         self._donate = signature.donate
         self._first = True
         self._placement = replicated(signature.mesh)
@@ -99,11 +104,17 @@ class _PmapLaunch:
             if any(a is not b for a, b in zip(leaves, state.leaves, strict=True)):
                 state.replace(leaves)
             out = self.mapped(bound.nodes, arrays)
+            after = StateLeaves(bound.nodes, bound.node_paths())
+            if self._faked:
+                after.leaves = [leaf[0] for leaf in after.leaves]
+                out = [
+                    leaf[0] if axis is None else jnp.moveaxis(leaf, 0, axis)
+                    for leaf, axis in zip(out, self._out_axes, strict=True)
+                ]
             out = [
                 leaf if axis is None else _join_axis(leaf, axis)
                 for leaf, axis in zip(out, self._out_axes, strict=True)
             ]
-        after = StateLeaves(bound.nodes, bound.node_paths())
         leaves = unpad(after.leaves + out, self._padded_axes, bound.unpadded_size)
         # The references of before the step: those that its structure was numbered by.
         return write_back(self._structures[-1], leaves, state.references)
