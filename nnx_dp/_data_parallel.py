@@ -27,7 +27,7 @@ from nnx_dp._graph import StateLeaves
 from nnx_dp._outputs import check_out_reduce
 from nnx_dp._per_device import StepOptions, padded_output_axes
 from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
-from nnx_dp._roles import INFER, BoundCall, bind_call, shape_of
+from nnx_dp._roles import INFER, BoundCall, bind_call, is_state, shape_of
 from nnx_dp._state_reduce import parse_rules
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.auto import choose
@@ -77,7 +77,9 @@ class DataParallel(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, function: Callable[P, R], settings: _Settings, options: StepOptions):
-        functools.update_wrapper(self, function)
+        # A Module that is decorated keeps its attributes to itself.
+        updated = () if is_state(function) else functools.WRAPPER_UPDATES
+        functools.update_wrapper(self, function, updated=updated)
         self._settings = settings
         self._options = options
         self._launches: dict[Any, Launch] = {}

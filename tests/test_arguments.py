@@ -809,3 +809,13 @@ def test_step_that_makes_a_new_object(strategy):
         expected, expected_out = step(plain, x)
         assert copy is not model
         assert_same((copy, out, model), (expected, expected_out, plain))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_decorated_module_keeps_its_attributes_to_itself(strategy):
+    model, _ = linear()
+    x, _ = regression()
+    step = nnx_dp.data_parallel(model, strategy=strategy, devices=4)
+    assert_same(step(x), model(x))
+    assert not hasattr(step, "kernel")
+    assert step.__wrapped__ is model
