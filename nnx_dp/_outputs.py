@@ -78,12 +78,14 @@ def state_exit(
     """
     if evidence.untouched:
         return AS_IS
+    kind, taint = evidence.kind, evidence.taint
+    if taint is None and kind is not None and kind.same:
+        return AS_IS
     rule = find_rule(rules, leaf.position, leaf.variable, sync_batch_norm=sync_batch_norm)
     if rule is not None:
         return Exit("rule", rule=rule)
     if not check:
         return AS_IS
-    kind, taint = evidence.kind, evidence.taint
     if evidence.whole is not None and evidence.whole.shape != evidence.local.shape:
         raise ValueError(
             f"{leaf.path} would hold part of the batch: shape {evidence.local.shape} on each of "

@@ -188,6 +188,21 @@ def test_state_reduce_rules(step, rules, strategy):
     )
 
 
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_rule_for_everything_leaves_alone_what_needs_none(strategy):
+    def step(model, x, y):
+        count(model, x, y)
+        model.loss[...] = 0.5 * model.loss[...] + 1
+
+    check_against_one_device(
+        step,
+        lambda: (WithCounter(nnx.Rngs(0)),),
+        BATCHES,
+        strategy=strategy,
+        state_reduce={...: "accumulate"},
+    )
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_counter_with_a_collective_is_exact(strategy):
     def step(model, x, y):
