@@ -89,8 +89,26 @@ class GradientLedger:
 grad_sync_p = jex.core.Primitive("grad_sync")
 """(cotangent, primal) -> cotangent, reduced over the data axis as its parameters say."""
 
-loss_p = jex.core.Primitive("loss")
-"""Identity that marks the loss of a gradient in a jaxpr."""
+
+def _marker(name: str) -> jex.core.Primitive:
+    """Makes an identity that can be found in a jaxpr, and is nothing to every transform."""
+    marker = jex.core.Primitive(name)
+    marker.def_abstract_eval(lambda value, **_: value)
+    marker.def_impl(lambda value, **_: value)
+    mlir.register_lowering(marker, mlir.lower_fun(lambda value, **_: value, multiple_results=False))
+    ad.deflinear2(marker, lambda cotangent, value, **_: [cotangent])
+    batching.primitive_batchers[marker] = lambda args, dims, **params: (
+        marker.bind(*args, **params),
+        dims[0],
+    )
+    return marker
+
+
+loss_p = _marker("loss")
+"""Marks the loss of a gradient."""
+
+rows_p = _marker("rows")
+"""Says that its operand is to be taken as one row for each example."""
 
 
 def _reduce(cotangent, primal, *, axis_name, axis_size, reduce, **_):
@@ -156,25 +174,6 @@ mlir.register_lowering(grad_sync_p, mlir.lower_fun(_reduce, multiple_results=Fal
 ad.primitive_jvps[grad_sync_p] = _grad_sync_jvp
 ad.primitive_transposes[grad_sync_p] = _grad_sync_transpose
 batching.fancy_primitive_batchers[grad_sync_p] = _grad_sync_batch
-
-loss_p.def_abstract_eval(lambda loss, **_: loss)
-loss_p.def_impl(lambda loss, **_: loss)
-mlir.register_lowering(loss_p, mlir.lower_fun(lambda loss, **_: loss, multiple_results=False))
-ad.deflinear2(loss_p, lambda cotangent, loss, **_: [cotangent])
-batching.primitive_batchers[loss_p] = lambda args, dims, **params: (
-    loss_p.bind(*args, **params),
-    dims[0],
-)
-
-
-rows_p = jex.core.Primitive("rows")
-"""Identity that says its operand is to be taken as one row for each example."""
-
-rows_p.def_abstract_eval(lambda value: value)
-rows_p.def_impl(lambda value: value)
-mlir.register_lowering(rows_p, mlir.lower_fun(lambda value: value, multiple_results=False))
-ad.deflinear2(rows_p, lambda cotangent, value: [cotangent])
-batching.primitive_batchers[rows_p] = lambda args, dims: (rows_p.bind(*args), dims[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -26,7 +27,6 @@ class StateLeaves:
 
     Attributes:
       graphdef: the structure of the objects.
-      paths: of each array, as the caller would write it: ``model.blocks[3].scale``.
       leaves: the arrays.
       treedef: how `leaves` fill the Variables, whose values may be pytrees.
     """
@@ -34,30 +34,47 @@ class StateLeaves:
     def __init__(self, nodes: Sequence[Any], node_paths: Sequence[str]):
         self.references = RefMap()
         self.graphdef, flat = nnx.flatten(list(nodes), ref_index=self.references, graph=True)
-        self._holders = flat.leaves
-        raw = [_raw(leaf) for leaf in flat.leaves]
-        self.leaves, self.treedef = jax.tree.flatten(raw)
-        self.paths: list[str] = []
-        for path, value in zip(flat.paths, raw, strict=True):
-            position = cast(int, path[0])
-            name = node_paths[position] + written(path[1:], nodes[position])
-            self.paths += [name] * len(jax.tree.leaves(value))
+        self._nodes, self._node_paths, self._flat = nodes, node_paths, flat
+        self.leaves, self.treedef = jax.tree.flatten([_raw(leaf) for leaf in flat.leaves])
 
     @property
     def key(self) -> Any:
         return self.graphdef, self.treedef
 
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The path of each array, as the caller would write it: ``model.blocks[3].scale``."""
+        paths: list[str] = []
+        for path, leaf in zip(self._flat.paths, self._flat.leaves, strict=True):
+            position = cast(int, path[0])
+            name = self._node_paths[position] + written(path[1:], self._nodes[position])
+            paths += [name] * len(jax.tree.leaves(_raw(leaf)))
+        return paths
+
+    def check_alive(self) -> None:
+        """Raises ValueError if an array was donated to an earlier step."""
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"{self.paths[index]} was donated to an earlier step, which reused its memory, "
+                    "so its value is gone. Use the objects that were passed to that step, which "
+                    "hold the new values; or copy what you want to keep before the step "
+                    "(jax.tree.map(jnp.copy, ...), since nnx.clone shares buffers); or decorate "
+                    "with donate=False."
+                )
+
     def abstract(self) -> StateLeaves:
         """Returns the structure and the shapes alone, with none of the caller's objects."""
         out = copy.copy(self)
+        out.paths = self.paths
         out.leaves = [shape_of(leaf) for leaf in self.leaves]
-        out.references, out._holders = RefMap(), ()
+        out.references, out._nodes, out._flat = RefMap(), (), None
         return out
 
     def replace(self, leaves: Sequence[Any]) -> None:
         """Puts other arrays of the same values into the Variables."""
         raw = jax.tree.unflatten(self.treedef, list(leaves))
-        for holder, value in zip(self._holders, raw, strict=True):
+        for holder, value in zip(self._flat.leaves, raw, strict=True):
             if isinstance(holder, nnx.Variable):
                 holder.set_raw_value(value)
 
@@ -81,12 +98,19 @@ class OutLeaf:
 
 @dataclasses.dataclass
 class OutStructure:
-    """What a trace found out about what the step leaves behind."""
+    """What a trace found out about what the step leaves behind.
+
+    Attributes:
+      graphdef: of the updated objects and the output together.
+      treedef: how the arrays fill their Variables and the output.
+      leaves: what is known of each array.
+      form: a pytree like the output, with nothing in it.
+    """
 
     graphdef: Any
     treedef: Any
     leaves: tuple[OutLeaf, ...]
-    output: Any
+    form: Any
 
 
 def flatten_call(
@@ -145,7 +169,9 @@ def flatten_output(
                 name = "output" + written(path[1:], output)
                 described.append(OutLeaf(name, False, variable, outputs))
                 outputs += 1
-    return leaves, OutStructure(graphdef, treedef, tuple(described), output)
+    # Of the output only the form is kept: its arrays belong to this trace.
+    form = jax.tree.map(lambda _: 0, output)
+    return leaves, OutStructure(graphdef, treedef, tuple(described), form)
 
 
 def write_back(structure: OutStructure, leaves: Sequence[Any], references: Any) -> Any:

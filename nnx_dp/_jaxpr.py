@@ -14,9 +14,7 @@ import flax
 import jax
 import jax.extend as jex
 
-Jaxpr = jex.core.Jaxpr
 Literal = jex.core.Literal
-Eqn = jex.core.JaxprEqn
 
 _CALLS = frozenset(
     """

@@ -10,7 +10,6 @@ refused by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,10 +18,8 @@ import jax.numpy as jnp
 from nnx_dp._graph import OutLeaf, OutStructure
 from nnx_dp._kinds import Kind
 from nnx_dp._replication import Taint
-from nnx_dp._roles import INFER
-from nnx_dp._state_reduce import Rule, find_rule
-
-REDUCTIONS = ("mean", "sum", "max", "min")
+from nnx_dp._roles import INFER, spread_prefix
+from nnx_dp._state_reduce import REDUCTIONS, Rule, find_rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,18 +204,12 @@ def spread_over_output(prefix: Any, structure: OutStructure, name: str) -> list[
     Raises:
       ValueError: if it is not a prefix of the output's structure, or names no reduction.
     """
-    is_leaf = lambda a: a is None or a is INFER  # noqa: E731
-    spread: list[Any] = []
-
-    def over(value: Any, subtree: Any) -> None:
-        spread.extend([value] * len(jax.tree.leaves(subtree)))
-
     try:
-        jax.tree.map(over, prefix, structure.output, is_leaf=is_leaf)
+        spread = spread_prefix(prefix, structure.form)
     except ValueError as error:
         raise ValueError(
             f"{name} is {prefix!r}, which is not a prefix of the output's structure "
-            f"{jax.tree.structure(structure.output)}. Write one entry for the whole output, or a "
+            f"{jax.tree.structure(structure.form)}. Write one entry for the whole output, or a "
             "tree of the same form."
         ) from error
     count = sum(not leaf.is_state for leaf in structure.leaves)
@@ -237,7 +228,3 @@ def check_out_reduce(out_reduce: Any) -> None:
     for value in jax.tree.leaves(out_reduce):
         if value not in REDUCTIONS:
             raise ValueError(f"out_reduce is {value!r}; write one of {list(REDUCTIONS)} or None.")
-
-
-def names(leaves: Sequence[OutLeaf]) -> str:
-    return ", ".join(leaf.path for leaf in leaves)

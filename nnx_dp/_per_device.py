@@ -269,17 +269,15 @@ def _trace(
         per_device_body(bound, per_device_context(options, axis_size, ledger)),
         structures.append,
     )
-    mesh = AbstractMesh((axis_size,), (options.axis_name,), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     arguments = bound.array_arguments()
     arrays = [
         _shard_shape(array, argument.axis, shards, scale)
         for argument, array in zip(arguments, bound.arrays, strict=True)
     ]
     state_shapes = [shape_of(leaf) for leaf in state.leaves]
-    with only_mesh(None):
-        jaxpr, out_shapes = jax.make_jaxpr(mapped, return_shape=True)(state_shapes, arrays)
-    inner, constants = _shard_map_body(jaxpr, len(state_shapes) + len(arrays))
+    inner, constants, out_shapes = _trace_on_devices(
+        function, axis_size, options.axis_name, state_shapes, arrays
+    )
     same = len(constants) + len(state_shapes)
     taints: list[Taint] = [None] * same
     taints += [
@@ -290,20 +288,29 @@ def _trace(
     return _Traced(inner, structures[-1], ledger, list(out_shapes), taints, axes, constants)
 
 
-def _shard_map_body(jaxpr: Any, inputs: int) -> tuple[Any, list[Any]]:
-    """Returns the jaxpr inside a shard_map, and the values of the arrays that it closes over.
+def _trace_on_devices(
+    function: Callable[..., Any], devices: int, axis_name: str, *shapes: Any
+) -> tuple[Any, list[Any], Any]:
+    """Traces a function as each of several devices runs it, on abstract devices.
 
-    JAX hands these arrays in as the first inputs of the body.
+    Returns:
+      The jaxpr of the body, the values of the arrays that it closes over, which JAX hands in as
+      its first inputs, and the shapes of the results.
     """
+    mesh = AbstractMesh((devices,), (axis_name,), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with only_mesh(None):
+        jaxpr, out_shapes = jax.make_jaxpr(mapped, return_shape=True)(*shapes)
     outer, values = open_jaxpr(jaxpr)
     (equation,) = [e for e in outer.eqns if e.primitive.name == "shard_map"]
     body = equation.params["jaxpr"]
-    inner, _ = open_jaxpr(body)
     known = dict(zip(outer.constvars, values, strict=False))
-    closed_over = equation.invars[: len(inner.invars) - inputs]
-    return body, [
+    inputs = len(jax.tree.leaves(shapes))
+    closed_over = equation.invars[: len(equation.invars) - inputs]
+    constants = [
         atom.val if isinstance(atom, Literal) else known.get(atom, object()) for atom in closed_over
     ]
+    return body, constants, out_shapes
 
 
 def _shard_shape(array: Any, axis: int | None, shards: int, scale: int) -> jax.ShapeDtypeStruct:
@@ -403,16 +410,12 @@ def _exits(local, comparison, taints, options, devices) -> tuple[Exit, ...]:
 
 def _check_rule(leaf, rule, shape, options, devices) -> None:
     """Proves that a rule given as a function leaves the same value on every device."""
-    mesh = AbstractMesh((devices,), (options.axis_name,), axis_types=(AxisType.Auto,))
 
     def apply(old, new):
         with entered(per_device_context(options, devices, GradientLedger())):
             return rule(old, new)
 
-    mapped = jax.shard_map(apply, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    with only_mesh(None):
-        jaxpr = jax.make_jaxpr(mapped)(shape, shape)
-    body, constants = _shard_map_body(jaxpr, 2)
+    body, constants, _ = _trace_on_devices(apply, devices, options.axis_name, shape, shape)
     taints: list[Taint] = [None] * (len(constants) + 1) + [
         Variation("the new value on each device")
     ]

@@ -221,15 +221,3 @@ def check_kept(leaves: Sequence[Any], error: Exception) -> None:
             "a step with donate=True failed while it ran, and the state that was donated to it is "
             "lost. Restore it from a checkpoint; without donate=True a failure leaves it as it was."
         ) from error
-
-
-def check_alive(leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Raises ValueError if an array was donated to an earlier step."""
-    for leaf, path in zip(leaves, paths, strict=True):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"{path} was donated to an earlier step, which reused its memory, so its value is "
-                "gone. Use the objects that were passed to that step, which hold the new values; "
-                "or copy what you want to keep before the step (jax.tree.map(jnp.copy, ...), since "
-                "nnx.clone shares buffers); or decorate with donate=False."
-            )

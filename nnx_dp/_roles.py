@@ -222,22 +222,31 @@ def _describe(name: str, value: Any, axes: Any) -> list[Argument]:
 
 def broadcast_axes(name: str, axes: Any, value: Any) -> list[Any]:
     """Spreads a prefix tree of axes over the leaves of one argument."""
-    if axes is INFER or axes is None or isinstance(axes, (int, nnx.StateAxes)):
-        return [axes] * len(jax.tree.leaves(value, is_leaf=_is_leaf))
-    out: list[Any] = []
-    prefix_leaf = lambda a: a is None or a is INFER or isinstance(a, nnx.StateAxes)  # noqa: E731
-
-    def spread(axis: Any, subtree: Any) -> None:
-        out.extend([axis] * len(jax.tree.leaves(subtree, is_leaf=_is_leaf)))
-
     try:
-        jax.tree.map(spread, axes, value, is_leaf=prefix_leaf)
+        return spread_prefix(axes, value, is_leaf=_is_leaf)
     except ValueError as error:
         shape = jax.tree.structure(value, is_leaf=_is_leaf)
         raise ValueError(
             f"in_axes for {name} is {axes!r}, which is not a prefix of that argument's structure "
             f"{shape}. Write one axis for the whole argument, or a tree of the same form."
         ) from error
+
+
+def spread_prefix(
+    prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """Repeats each entry of a prefix tree for the leaves of a tree that it stands for.
+
+    Raises:
+      ValueError: if it is not a prefix of the tree.
+    """
+    out: list[Any] = []
+
+    def spread(entry: Any, subtree: Any) -> None:
+        out.extend([entry] * len(jax.tree.leaves(subtree, is_leaf=is_leaf)))
+
+    entries = lambda a: a is None or a is INFER or isinstance(a, nnx.StateAxes)  # noqa: E731
+    jax.tree.map(spread, prefix, tree, is_leaf=entries)
     return out
 
 

@@ -16,6 +16,9 @@ from jax import lax
 
 Rule = str | Callable[[Any, Any], Any]
 
+REDUCTIONS = {"mean": lax.pmean, "sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+"""The reductions over devices that have a name, for outputs and for state."""
+
 RULES: dict[str, str] = {
     "mean": "the mean over devices of the new value",
     "sum": "the sum over devices of the new value",
@@ -71,5 +74,4 @@ def apply_rule(rule: Rule, old: Any, new: Any, axis_name: str) -> Any:
 
 def reduce(kind: str, value: Any, axis_name: str) -> Any:
     """Applies a reduction by name: mean, sum, max or min over the devices."""
-    collective = {"mean": lax.pmean, "sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[kind]
-    return collective(value, axis_name)
+    return REDUCTIONS[kind](value, axis_name)

@@ -5,4 +5,5 @@ at the global shapes, equation by equation.
 """
 
 from nnx_dp._kinds.algebra import Kind as Kind
+from nnx_dp._kinds.opaque import KERNELS as KERNELS
 from nnx_dp._kinds.walk import find_kinds as find_kinds

@@ -133,16 +133,18 @@ def _power(pair: Pair, kinds: list[Kind], exponent: int) -> list[Kind]:
 
 
 def _of_zeros(rule: Rule) -> Rule:
-    """Lets zeros, which may be one row for each example, meet scalars: every row is the same."""
+    """Lets zeros, which may be one row for each example, meet values without the batch axis.
+
+    Every row is then the same.
+    """
 
     def spread(pair: Pair, kinds: list[Kind]) -> list[Kind]:
         results = rule(pair, kinds)
         axis = pair.out_axis()
-        if (
-            axis is None
-            or axis < 0
-            or any(kind.tag == "same" and pair.shape(i) for i, kind in enumerate(kinds))
-        ):
+        if axis is None or axis < 0:
+            return results
+        shapes = [pair.shape(i) for i, kind in enumerate(kinds) if kind.tag == "same"]
+        if any(shape and shape[axis] != 1 for shape in shapes):
             return results
         return [rows(axis, kind.power) if kind.tag == "same" else kind for kind in results]
 

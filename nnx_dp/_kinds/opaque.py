@@ -71,6 +71,7 @@ def _same_kernel(pair: Pair) -> bool:
 
 
 KERNELS = ("pallas_call", "ffi_call", "custom_call", "tpu_custom_call", "triton_kernel_call")
+"""Calls whose inside neither XLA nor this package looks into."""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nnx_dp._jaxpr import sub_jaxprs
 from nnx_dp._kinds import elementwise, indexing, moves, opaque, reductions
-from nnx_dp._kinds.algebra import SAME, Kind, rows, unknown
+from nnx_dp._kinds.algebra import SAME, Kind, unknown
 from nnx_dp._kinds.opaque import KERNELS
 from nnx_dp._kinds.pair import Pair, Rule, names_axis
 
@@ -29,22 +29,8 @@ def apply_rule(pair: Pair, kinds: list[Kind], axis_name: str) -> list[Kind]:
         return [unknown(why)] * len(pair.local.outvars)
     rule = RULES.get(pair.name)
     results = rule(pair, kinds) if rule is not None else _without_rule(pair, kinds, axis_name)
-    if pair.name in elementwise.RULES:
-        results = [_spread(pair, i, kinds, kind) for i, kind in enumerate(results)]
     why = pair.why(pair.name)
     return [kind if pair.holds(i, kind) else unknown(why) for i, kind in enumerate(results)]
-
-
-def _spread(pair: Pair, output: int, kinds: list[Kind], result: Kind) -> Kind:
-    """Rows that are all alike: values without the batch axis, spread over zeros that have it."""
-    axis = pair.out_axis(output)
-    if result.tag != "same" or axis is None or axis < 0:
-        return result
-    for operand, kind in enumerate(kinds):
-        shape = pair.shape(operand)
-        if kind.tag != "zero" and shape and shape[axis] != 1:
-            return result
-    return rows(axis, result.power)
 
 
 def _without_rule(pair: Pair, kinds: list[Kind], axis_name: str) -> list[Kind]:

@@ -10,13 +10,12 @@ from typing import Any
 
 from nnx_dp._graph import StateLeaves
 from nnx_dp._jaxpr import open_jaxpr, sub_jaxprs, user_line
+from nnx_dp._kinds import KERNELS
 from nnx_dp._placement import only_mesh
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.jit import compile_jit
 from nnx_dp._strategies.shard_map import compile_shard_map
-
-_OPAQUE = ("pallas_call", "ffi_call", "custom_call", "triton_kernel_call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ def find_opaque(jaxpr: Any) -> str | None:
     inner, _ = open_jaxpr(jaxpr)
     for eqn in inner.eqns:
         name = eqn.primitive.name
-        if name in _OPAQUE:
+        if name in KERNELS:
             return f"{name} at {user_line(eqn)}"
         if name == "shard_map":
             continue  # partitioned by hand: nnx_dp.per_device

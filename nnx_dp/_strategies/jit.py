@@ -1,7 +1,7 @@
 """Strategy "jit": one program over the global batch, which XLA partitions.
 
 The state is placed on every device and the batch split over them; the step's body is the user's,
-unchanged, and sees global shapes.  Random numbers are those of one device, bit for bit.
+unchanged, and sees global shapes.  Random streams hand out the bits of one device.
 
 A batch that the devices do not divide is passed in whole and constrained to the data axis inside,
 where JAX allows an uneven split and XLA pads: exact, and still parallel.
@@ -16,7 +16,6 @@ import jax
 from nnx_dp._context import StepContext, entered
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
 from nnx_dp._placement import (
-    check_alive,
     check_kept,
     donatable,
     only_mesh,
@@ -98,7 +97,7 @@ class FlatLaunch:
 
     def place(self, bound: BoundCall, state: StateLeaves) -> tuple[list[Any], list[Any]]:
         """Returns the state and the other arrays, on the devices where the step wants them."""
-        check_alive(state.leaves, state.paths)
+        state.check_alive()
         leaves = [put(leaf, self._state_placement) for leaf in state.leaves]
         if self._donate:
             leaves = donatable(leaves, callers=self._first)

@@ -17,7 +17,7 @@ from flax.nnx.graphlib import RefMap
 
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, write_back
 from nnx_dp._per_device import make_plan, per_device_body, per_device_context
-from nnx_dp._placement import check_alive, donatable, only_mesh, put, replicated, sharded
+from nnx_dp._placement import donatable, only_mesh, put, replicated, sharded
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._uneven import unpad
@@ -36,11 +36,11 @@ def compile_pmap(signature: Signature) -> Launch:
         references = RefMap()
         nnx.flatten(nodes, ref_index=references, graph=True)
         inputs = StateLeaves(nodes, bound.node_paths())
+        before = dict(zip(inputs.paths, inputs.leaves, strict=True))
         context = per_device_context(options, devices, plan.ledger())
         output = per_device_body(bound, context)(nodes, arrays)
         leaves, structure = flatten_output(bound, nodes, output, outer_index=references)
         structures.append(structure)
-        before = dict(zip(inputs.paths, inputs.leaves, strict=True))
         leaves = plan.leave(leaves, before, context)
         write_back(structure, leaves, references)
         return [leaves[i] for i in outputs]
@@ -89,7 +89,7 @@ class _PmapLaunch:
         )
 
     def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
-        check_alive(state.leaves, state.paths)
+        state.check_alive()
         with only_mesh(None):
             arrays = [
                 put(_add_axis(array, axis, self._devices), placement)
