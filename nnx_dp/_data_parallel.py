@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_dp._context import current
 from nnx_dp._explain_error import explain_error
-from nnx_dp._graph import StateLeaves
+from nnx_dp._graph import StateLeaves, write_back
 from nnx_dp._outputs import check_out_reduce
 from nnx_dp._per_device import StepOptions, padded_output_axes
 from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
+from nnx_dp._repeat import Call, Repeats, trace_modes
 from nnx_dp._roles import INFER, BoundCall, bind_call, is_state, shape_of
 from nnx_dp._state_reduce import parse_rules
 from nnx_dp._strategies._interface import Launch, Signature
@@ -34,7 +34,7 @@ from nnx_dp._strategies.auto import choose
 from nnx_dp._strategies.jit import compile_jit
 from nnx_dp._strategies.pmap import compile_pmap
 from nnx_dp._strategies.shard_map import compile_replicated, compile_shard_map
-from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, pad, refuse
+from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, pad, refuse, unpad
 from nnx_dp._verify import Oracle, ShardCheck
 
 _log = logging.getLogger("nnx_dp")
@@ -86,16 +86,19 @@ class DataParallel(Generic[P, R]):
         self._chosen = settings.strategy
         self._warned: set[str] = set()
         self._verified: set[Launch] = set()
+        self._repeats = Repeats()
         self._calls = 0
         self._compiling = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            bound, state, launch = self._prepare(args, kwargs)
-            if self._settings.verify and launch not in self._verified:
-                output = self._verify(bound, state, launch)
+            call = Call(self.__wrapped__, args, kwargs)
+            found = self._repeats.find(call) if current() is None else None
+            if found is None:
+                output = self._first(call, args, kwargs)
             else:
-                output = launch(bound, state)
+                repeat, state = found
+                output = repeat.run(call, state)
         except Exception as error:
             axis_name = self._options.axis_name
             explained = explain_error(error, step=self._name, axis_name=axis_name)
@@ -103,7 +106,7 @@ class DataParallel(Generic[P, R]):
                 raise
             raise explained from error
         if self._settings.check_every is not None:
-            self._check_shards(bound)
+            self._check_shards(args, kwargs)
         return output
 
     @functools.cached_property
@@ -135,7 +138,26 @@ class DataParallel(Generic[P, R]):
           NotImplementedError: under ``"pmap"``, since `nnx.pmap` cannot be lowered ahead of time.
         """
         bound, state, launch = self._prepare(args, kwargs)
-        return launch.lower(bound, state)
+        return launch.lower(state.leaves, bound.arrays)
+
+    def _first(self, call: Call, args: Any, kwargs: Any) -> Any:
+        """Makes a call that repeats none, and keeps what is needed to repeat it."""
+        bound, state, launch = self._prepare(args, kwargs)
+        state.check_alive()
+        if self._settings.verify and launch not in self._verified:
+            return self._verify(bound, state, launch)
+        repeat = self._repeats.open(
+            call,
+            bound,
+            state,
+            launch,
+            static_argnums=self._settings.static_argnums,
+            static_argnames=self._settings.static_argnames,
+        )
+        output = _run(bound, state, launch)
+        if repeat is not None:
+            self._repeats.close(repeat)
+        return output
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[BoundCall, StateLeaves, Launch]:
         bound = self._bind(args, kwargs)
@@ -183,12 +205,7 @@ class DataParallel(Generic[P, R]):
             (aval.shape, aval.dtype, aval.weak_type)
             for aval in map(shape_of, [*state.leaves, *bound.arrays])
         )
-        modes = (
-            nnx.set_graph_mode.current_value(),
-            nnx.set_graph_updates.current_value(),
-            jax.config.read("jax_enable_x64"),
-        )
-        key = (how, bound.key, state.key, shapes, modes)
+        key = (how, bound.key, state.key, shapes, trace_modes())
         with self._compiling:
             if key not in self._launches:
                 signature = Signature(
@@ -222,7 +239,7 @@ class DataParallel(Generic[P, R]):
     def _verify(self, bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
         """Runs a call and the plain step on one device, on copies, and compares."""
         oracle = Oracle(bound, state, self.mesh.devices.flat[0])
-        output = launch(bound, state)
+        output = _run(bound, state, launch)
         try:
             oracle.compare(bound, output, drew=launch.drew)
         except AssertionError:
@@ -231,9 +248,13 @@ class DataParallel(Generic[P, R]):
         self._verified.add(launch)
         return output
 
-    def _check_shards(self, bound: BoundCall) -> None:
+    def _check_shards(self, args: Any, kwargs: Any) -> None:
         self._calls += 1
-        if self._calls % (self._settings.check_every or 1) == 0:
+        if self._calls % (self._settings.check_every or 1) != 0:
+            return
+        found = self._repeats.find(Call(self.__wrapped__, args, kwargs))
+        if found is None or not self._shard_check.agree(found[1]):
+            bound = self._bind(args, kwargs)
             self._shard_check(StateLeaves(bound.nodes, bound.node_paths()))
 
     @functools.cached_property
@@ -255,6 +276,12 @@ class DataParallel(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"data_parallel({self._name}, strategy={self._settings.strategy!r})"
+
+
+def _run(bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
+    leaves = launch(launch.place_state(state.leaves), bound.arrays)
+    leaves = unpad(leaves, launch.padded_axes, bound.unpadded_size)
+    return write_back(launch.structure, leaves, state)
 
 
 @overload

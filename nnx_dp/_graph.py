@@ -96,6 +96,28 @@ class OutLeaf:
     position: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a leaf comes from: a position in a list, or always the same value."""
+
+    index: int | None
+    value: Any = None
+
+    def take(self, leaves: Sequence[Any]) -> Any:
+        return self.value if self.index is None else leaves[self.index]
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectOutput:
+    """How an output without NNX objects is made of the arrays that a step leaves behind."""
+
+    treedef: Any
+    sources: tuple[Source, ...]
+
+    def read(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.treedef, [source.take(leaves) for source in self.sources])
+
+
 @dataclasses.dataclass
 class OutStructure:
     """What a trace found out about what the step leaves behind.
@@ -104,13 +126,17 @@ class OutStructure:
       graphdef: of the updated objects and the output together.
       treedef: how the arrays fill their Variables and the output.
       leaves: what is known of each array.
+      metadata: that of each Variable, None for an array outside any.
       form: a pytree like the output, with nothing in it.
+      direct: for a step that only gives Variables new arrays, its output; None for any other.
     """
 
     graphdef: Any
     treedef: Any
     leaves: tuple[OutLeaf, ...]
+    metadata: tuple[dict[str, Any] | None, ...]
     form: Any
+    direct: DirectOutput | None = None
 
 
 def flatten_call(
@@ -137,10 +163,11 @@ def flatten_call(
         inner = IndexMap()
         raw = jax.tree.unflatten(treedef, list(state_leaves))
         nodes = nnx.unflatten(graphdef, raw, index_ref=inner)
-        output = body(nodes, list(arrays))
-        leaves, structure = flatten_output(
-            bound, nodes, output, outer_index=RefMap.from_indexmap(inner)
-        )
+        output = numbers_as_arrays(body(nodes, list(arrays)))
+        before = RefMap.from_indexmap(inner)
+        leaves, structure = flatten_output(bound, nodes, output, outer_index=before)
+        if _only_updates(nodes, graphdef, treedef, before):
+            structure.direct = _direct_output(output, structure)
         on_structure(structure)
         return leaves
 
@@ -151,7 +178,6 @@ def flatten_output(
     bound: BoundCall, nodes: list[Any], output: Any, outer_index: Any
 ) -> tuple[list[Any], OutStructure]:
     """Takes the updated objects and the output apart together."""
-    output = jax.tree.map(_array_from_number, output, is_leaf=is_state)
     graphdef, flat = nnx.flatten([nodes, output], ref_outer_index=outer_index, graph=True)
     raw = [_raw(leaf) for leaf in flat.leaves]
     leaves, treedef = jax.tree.flatten(raw)
@@ -171,15 +197,59 @@ def flatten_output(
                 outputs += 1
     # Of the output only the form is kept: its arrays belong to this trace.
     form = jax.tree.map(lambda _: 0, output)
-    return leaves, OutStructure(graphdef, treedef, tuple(described), form)
-
-
-def write_back(structure: OutStructure, leaves: Sequence[Any], references: Any) -> Any:
-    """Updates the caller's objects in place and returns the step's output."""
-    raw = jax.tree.unflatten(structure.treedef, list(leaves))
-    _, output = nnx.unflatten(
-        structure.graphdef, raw, outer_index_outer_ref=IndexMap.from_refmap(references)
+    metadata = tuple(
+        leaf.get_metadata() if isinstance(leaf, nnx.Variable) else None for leaf in flat.leaves
     )
+    return leaves, OutStructure(graphdef, treedef, tuple(described), metadata, form)
+
+
+def _only_updates(nodes: list[Any], graphdef: Any, treedef: Any, before: Any) -> bool:
+    """Whether the objects are the same, of the same structure, with arrays only in Variables."""
+    after = RefMap()
+    graphdef_after, flat = nnx.flatten(nodes, ref_index=after, graph=True)
+    return (
+        len(after) == len(before)
+        and all(after.get(node) == index for node, index in before.items())
+        and all(isinstance(leaf, nnx.Variable) for leaf in flat.leaves)
+        and jax.tree.structure([_raw(leaf) for leaf in flat.leaves]) == treedef
+        and graphdef_after == graphdef
+    )
+
+
+def _direct_output(output: Any, structure: OutStructure) -> DirectOutput | None:
+    if any(map(is_state, jax.tree.leaves(output, is_leaf=is_state))):
+        return None
+    # NNX has an order of its own for leaves: build the output once of their positions.
+    positions = [_Position(index) for index in range(len(structure.leaves))]
+    _, numbered = nnx.unflatten(
+        structure.graphdef, jax.tree.unflatten(structure.treedef, positions)
+    )
+    parts, treedef = jax.tree.flatten(numbered)
+    sources = tuple(
+        Source(part.index) if isinstance(part, _Position) else Source(None, part) for part in parts
+    )
+    return DirectOutput(treedef, sources)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Position:
+    index: int
+
+
+def write_back(structure: OutStructure, leaves: Sequence[Any], state: StateLeaves) -> Any:
+    """Updates the caller's objects in place and returns the step's output."""
+    if structure.direct is not None:
+        state.replace(leaves[: len(state.leaves)])
+        return structure.direct.read(leaves)
+    raw = jax.tree.unflatten(structure.treedef, list(leaves))
+    nodes, output = nnx.unflatten(
+        structure.graphdef, raw, outer_index_outer_ref=IndexMap.from_refmap(state.references)
+    )
+    # NNX gives a Variable that is there already its new value, but not its new metadata.
+    _, flat = nnx.flatten([nodes, output], graph=True)
+    for variable, metadata in zip(flat.leaves, structure.metadata, strict=True):
+        if metadata is not None and variable.get_metadata() != metadata:
+            variable.set_metadata(metadata)
     return output
 
 
@@ -200,6 +270,11 @@ def _raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _array_from_number(leaf: Any) -> Any:
-    """A number in the output is an array of a compiled step, as under `jax.jit`."""
-    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex, np.generic)) else leaf
+def numbers_as_arrays(output: Any) -> Any:
+    """Makes arrays of the numbers in an output, as a compiled step does under `jax.jit`."""
+
+    def convert(leaf: Any) -> Any:
+        is_number = isinstance(leaf, (bool, int, float, complex, np.generic))
+        return jnp.asarray(leaf) if is_number else leaf
+
+    return jax.tree.map(convert, output, is_leaf=is_state)

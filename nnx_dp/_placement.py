@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -98,14 +99,32 @@ def spec(axis_name: str, axis: int) -> P:
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
     """Places an array; one that is in place already is passed through."""
-    if isinstance(leaf, jax.Array):
-        placed = leaf.sharding
-        if placed == sharding:
-            return leaf
-        same_mesh = isinstance(placed, NamedSharding) and placed.mesh == sharding.mesh
-        if same_mesh and placed.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
-    return jax.device_put(leaf, sharding)
+    return leaf if _in_place(leaf, sharding) else jax.device_put(leaf, sharding)
+
+
+def _in_place(leaf: Any, sharding: NamedSharding) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    placed = leaf.sharding
+    if placed is sharding or placed == sharding:
+        return True
+    same_mesh = isinstance(placed, NamedSharding) and placed.mesh == sharding.mesh
+    return same_mesh and placed.is_equivalent_to(sharding, leaf.ndim)
+
+
+def put_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Places arrays, those that are elsewhere in one go."""
+    out = list(leaves)
+    elsewhere = [
+        index
+        for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+        if not _in_place(leaf, sharding)
+    ]
+    if elsewhere:
+        placed = jax.device_put([out[i] for i in elsewhere], [shardings[i] for i in elsewhere])
+        for index, leaf in zip(elsewhere, placed, strict=True):
+            out[index] = leaf
+    return out
 
 
 def replicate(*state: Any, mesh: Mesh | None = None, devices: Devices = None) -> Any:
@@ -187,31 +206,29 @@ def shard_batch(
     return jax.tree.map(place, batch)
 
 
-def donatable(leaves: Sequence[Any], *, callers: bool) -> list[Any]:
-    """Copies what may not be donated as it is.
+class Owned:
+    """The arrays that a compiled step returned last: those that it may donate as they are.
 
-    Args:
-      leaves: arrays that are in place.
-      callers: whether they may have come from the caller, who may hold them elsewhere too.
-
-    Returns:
-      The arrays, copied where another of them shares the buffer (`nnx.clone` shares buffers, and a
-      buffer can be donated only once), or all of them if they are the caller's.
+    Any other array may be held by the caller as well; and `nnx.clone` and ``merge(*split(model))``
+    share arrays between Variables, while a buffer can be donated only once.
     """
-    seen: set[int] = set()
-    out = []
-    for leaf in leaves:
-        buffer = _buffer(leaf)
-        out.append(jnp.copy(leaf) if callers or buffer in seen else leaf)
-        seen.add(buffer)
-    return out
 
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Any]] = {}
 
-def _buffer(leaf: jax.Array) -> int:
-    data = leaf.addressable_data(0)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jax.random.key_data(data)
-    return data.unsafe_buffer_pointer()
+    def donatable(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns arrays, copied where they are not the step's own or occur before."""
+        out = []
+        seen: set[int] = set()
+        for leaf in leaves:
+            reference = self._references.get(id(leaf))
+            own = reference is not None and reference() is leaf and id(leaf) not in seen
+            seen.add(id(leaf))
+            out.append(leaf if own else jnp.copy(leaf))
+        return out
+
+    def take(self, leaves: Sequence[Any]) -> None:
+        self._references = {id(leaf): weakref.ref(leaf) for leaf in leaves}
 
 
 def check_kept(leaves: Sequence[Any], error: Exception) -> None:

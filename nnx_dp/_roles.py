@@ -155,36 +155,16 @@ def bind_call(
       ValueError: if `in_axes` does not fit the arguments.
     """
     function, held_args, held_kwargs = unwrap(function)
-    signature = inspect.signature(function)
-    bound = signature.bind(*held_args, *args, **{**held_kwargs, **kwargs})
-    bound.apply_defaults()
-    names = list(signature.parameters)
-    static_names = set(static_argnames)
-    positional = _positional_names(bound)
-    for index in static_argnums:
-        static_names.add(_parameter_at(index, positional[len(held_args) :], function))
-    unknown = static_names - set(names) - set(bound.kwargs)
-    if unknown:
-        raise ValueError(
-            f"static_argnames names {sorted(unknown)}, but {_name(function)} has the parameters "
-            f"{names}."
-        )
-
-    axes = _axes_by_parameter(in_axes, positional, len(held_args), bound, function)
+    args, kwargs, held = (*held_args, *args), {**held_kwargs, **kwargs}, len(held_args)
+    arranged = arrange(function, args, kwargs, held, static_argnums, static_argnames)
+    axes = _axes_by_parameter(in_axes, arranged.positional, held, arranged.bound, function)
     arguments: list[Argument] = []
     nodes: list[Any] = []
     arrays: list[Any] = []
     statics: list[Static] = []
-    wrapped = []
-    for value, name in zip(bound.args, positional, strict=True):
-        wrapped.append(_Whole(value) if name.split("[")[0] in static_names else value)
-    named = {
-        name: _Whole(value) if name in static_names else value
-        for name, value in bound.kwargs.items()
-    }
-    leaves, treedef = jax.tree.flatten((tuple(wrapped), named), is_leaf=_is_leaf)
-    labels = [(name, value) for name, value in zip(positional, wrapped, strict=True)]
-    labels += [(name, named[name]) for name in sorted(named)]
+    leaves, treedef = arranged.flatten()
+    labels = [*zip(arranged.positional, arranged.args, strict=True)]
+    labels += [(name, arranged.kwargs[name]) for name in sorted(arranged.kwargs)]
     described = []
     for name, value in labels:
         described += _describe(name, value, axes.get(name, INFER))
@@ -198,6 +178,60 @@ def bind_call(
             arrays.append(leaf)
     # Static leaves are kept apart: the tree holds only their places.
     return BoundCall(function, nodes, arrays, tuple(arguments), tuple(statics), treedef)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arranged:
+    """A call matched against its signature.
+
+    Attributes:
+      bound: the match.
+      positional: names of the positional arguments.
+      args: the positional arguments; static ones are wrapped, to stay in one piece.
+      kwargs: the others, likewise.
+    """
+
+    bound: inspect.BoundArguments
+    positional: list[str]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def flatten(self) -> tuple[list[Any], Any]:
+        return jax.tree.flatten((self.args, self.kwargs), is_leaf=_is_leaf)
+
+
+def arrange(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: int,
+    static_argnums: Sequence[int],
+    static_argnames: Sequence[str],
+) -> Arranged:
+    """Matches a call, of which a partial or a method holds the first few arguments."""
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    names = list(signature.parameters)
+    static_names = set(static_argnames)
+    positional = _positional_names(bound)
+    for index in static_argnums:
+        static_names.add(_parameter_at(index, positional[held:], function))
+    unknown = static_names - set(names) - set(bound.kwargs)
+    if unknown:
+        raise ValueError(
+            f"static_argnames names {sorted(unknown)}, but {_name(function)} has the parameters "
+            f"{names}."
+        )
+    wrapped = (
+        _Whole(value) if name.split("[")[0] in static_names else value
+        for value, name in zip(bound.args, positional, strict=True)
+    )
+    named = {
+        name: _Whole(value) if name in static_names else value
+        for name, value in bound.kwargs.items()
+    }
+    return Arranged(bound, positional, tuple(wrapped), named)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_dp._graph import StateLeaves, flatten_output
+from nnx_dp._graph import StateLeaves, flatten_output, numbers_as_arrays
 from nnx_dp._roles import BoundCall, is_state
 from nnx_dp._uneven import unpad
 
@@ -87,10 +88,13 @@ class ShardCheck:
         mapped = jax.shard_map(agree, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         self._agree = jax.jit(mapped)
 
+    def agree(self, leaves: Sequence[Any]) -> bool:
+        """Whether every array holds the same values on all of its devices."""
+        return bool(self._agree([leaf for leaf in leaves if isinstance(leaf, jax.Array)]))
+
     def __call__(self, state: StateLeaves) -> None:
         """Raises AssertionError if an array of the state differs between devices."""
-        leaves = [leaf for leaf in state.leaves if isinstance(leaf, jax.Array)]
-        if not bool(self._agree(leaves)):
+        if not self.agree(state.leaves):
             for path, leaf in zip(state.paths, state.leaves, strict=True):
                 _assert_leaf(path, leaf)
 
@@ -123,6 +127,7 @@ class Oracle:
         arrays = unpad(bound.arrays, axes, bound.unpadded_size)
         with jax.default_device(device):
             output = bound.call(nodes, [_on(array, device) for array in arrays])
+            output = numbers_as_arrays(output)
             self._leaves, self._structure = flatten_output(bound, nodes, output, RefMap())
 
     def compare(self, bound: BoundCall, output: Any, *, drew: bool) -> None:

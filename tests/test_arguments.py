@@ -533,8 +533,8 @@ def test_batch_that_is_split_already_is_not_copied(strategy):
     assert dp_step.shard(placed) is placed
     before = pointers(placed)
     assert len(before) == 4
-    bound, state, launch = dp_step._prepare((model, placed), {})
-    _, (given,) = launch.place(bound, state)
+    bound, _, launch = dp_step._prepare((model, placed), {})
+    (given,) = launch.place_arrays(bound.arrays)
     assert given is placed
     assert pointers(given) == before
     for _ in range(2):

@@ -99,7 +99,9 @@ def _messages() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             call = None
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                call = node.exc
+                # An Unwatchable never leaves the package.
+                caught = getattr(node.exc.func, "id", "") == "Unwatchable"
+                call = None if caught else node.exc
             elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
                 name = getattr(node.value.func, "id", "")
                 call = node.value if name.endswith("Error") else None

@@ -1,15 +1,17 @@
-"""What a strategy is: a function that compiles one signature of a step into a launcher."""
+"""What a strategy is: a function that compiles one signature of a step into a `Launch`."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from nnx_dp._graph import StateLeaves
+from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._per_device import StepOptions
+from nnx_dp._placement import Owned, check_kept, only_mesh, put, put_all
 from nnx_dp._roles import Argument, BoundCall
 
 
@@ -43,19 +45,73 @@ class Signature:
         return self.bound.array_arguments()
 
 
-class Launch(Protocol):
-    """One compiled signature.
+@dataclasses.dataclass(eq=False)
+class Launch:
+    """One compiled signature: places arrays where the step wants them, and runs it.
 
     Attributes:
+      function: `(state leaves, arrays) -> leaves`, compiled; arrays of what the step leaves behind.
+      structures: how those are to be read; the last entry is that of the latest trace.
+      state_placement: where the state is wanted.
+      array_placements: where the other arrays are wanted.
+      mesh: the mesh that is set while it runs; None for none.
+      donate: whether the buffers of the state may be reused.
       drew: whether the step draws random numbers that differ between devices.
+      padded_axes: see `Signature.padded_output_axes`.
     """
 
-    drew: bool
+    function: Any
+    structures: list[OutStructure]
+    state_placement: NamedSharding
+    array_placements: Sequence[NamedSharding]
+    mesh: Mesh | None
+    donate: bool = False
+    drew: bool = False
+    padded_axes: Sequence[int | None] | None = None
 
-    def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
-        """Runs the step: updates the caller's state in place and returns the step's output."""
-        ...
+    def __post_init__(self) -> None:
+        self._owned = Owned()
 
-    def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
+    @property
+    def structure(self) -> OutStructure:
+        return self.structures[-1]
+
+    def place_state(self, leaves: Sequence[Any]) -> list[Any]:
+        return [put(leaf, self.state_placement) for leaf in leaves]
+
+    def place_arrays(self, arrays: Sequence[Any]) -> list[Any]:
+        return put_all(arrays, self.array_placements)
+
+    def __call__(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        """Runs the step.
+
+        Args:
+          state_leaves: the arrays of the state, placed.
+          arrays: the other arrays, wherever they are.
+
+        Returns:
+          The arrays of the new state and of the output, in the order of `structure`.
+        """
+        with only_mesh(self.mesh):
+            arrays = self.place_arrays(arrays)
+            if not self.donate:
+                return self.function(state_leaves, arrays)
+            state_leaves = self._owned.donatable(state_leaves)
+            try:
+                leaves = self.function(state_leaves, arrays)
+            except Exception as error:
+                check_kept(state_leaves, error)
+                raise
+            self._owned.take(leaves)
+            return leaves
+
+    def lower(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Lowered:
         """Lowers the compiled function without running it."""
-        ...
+        with only_mesh(self.mesh):
+            lower = getattr(self.function, "lower", None)
+            if lower is None:
+                raise NotImplementedError(
+                    "nnx.pmap cannot be lowered ahead of time. Lower the step with strategy="
+                    '"shard_map", which compiles the same per-device program.'
+                )
+            return lower(self.place_state(state_leaves), self.place_arrays(arrays))

@@ -45,8 +45,9 @@ def choose(signature: Signature, bound: BoundCall, state: StateLeaves, *, even: 
         return Choice("jit", "there is one device", launch)
     try:
         with only_mesh(signature.mesh):
+            places = launch.place_state(state.leaves), launch.place_arrays(bound.arrays)
             # With the arrays of the call itself, so that the launch finds this trace again.
-            jaxpr = launch.jitted.trace(*launch.place(bound, state)).jaxpr
+            jaxpr = launch.function.trace(*places).jaxpr
     except Exception as error:
         if not even:
             raise

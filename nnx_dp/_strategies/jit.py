@@ -9,26 +9,15 @@ where JAX allows an uneven split and XLA pads: exact, and still parallel.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from nnx_dp._context import StepContext, entered
-from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
-from nnx_dp._placement import (
-    check_kept,
-    donatable,
-    only_mesh,
-    put,
-    replicated,
-    sharded,
-)
-from nnx_dp._roles import BoundCall
-from nnx_dp._strategies._interface import Signature
-from nnx_dp._uneven import unpad
+from nnx_dp._graph import OutStructure, flatten_call
+from nnx_dp._placement import replicated, sharded
+from nnx_dp._strategies._interface import Launch, Signature
 
 
-def compile_jit(signature: Signature) -> FlatLaunch:
+def compile_jit(signature: Signature) -> Launch:
     """Compiles a signature at its first launch; see `Launch`."""
     mesh, axis_name = signature.mesh, signature.options.axis_name
     whole = replicated(mesh)
@@ -72,53 +61,12 @@ def compile_jit(signature: Signature) -> FlatLaunch:
         ]
 
     jitted = jax.jit(function, donate_argnums=(0,) if signature.donate else ())
-    return FlatLaunch(jitted, structures, whole, placements, signature)
-
-
-class FlatLaunch:
-    """Launches a compiled function of flat lists: places, runs, writes back.
-
-    Attributes:
-      jitted: `(state leaves, arrays) -> leaves`, the function that `jax.jit` returned.
-    """
-
-    def __init__(
-        self, jitted, structures, state_placement, placements, signature: Signature, drew=False
-    ):
-        self.drew = drew
-        self.jitted = jitted
-        self._structures = structures
-        self._mesh = state_placement.mesh
-        self._state_placement = state_placement
-        self._placements = placements
-        self._donate = signature.donate
-        self._padded_axes = signature.padded_output_axes
-        self._first = True
-
-    def place(self, bound: BoundCall, state: StateLeaves) -> tuple[list[Any], list[Any]]:
-        """Returns the state and the other arrays, on the devices where the step wants them."""
-        state.check_alive()
-        leaves = [put(leaf, self._state_placement) for leaf in state.leaves]
-        if self._donate:
-            leaves = donatable(leaves, callers=self._first)
-        arrays = [
-            put(array, placement)
-            for array, placement in zip(bound.arrays, self._placements, strict=True)
-        ]
-        return leaves, arrays
-
-    def lower(self, bound: BoundCall, state: StateLeaves) -> jax.stages.Lowered:
-        with only_mesh(self._mesh):
-            return self.jitted.lower(*self.place(bound, state))
-
-    def __call__(self, bound: BoundCall, state: StateLeaves) -> Any:
-        with only_mesh(self._mesh):
-            state_leaves, arrays = self.place(bound, state)
-            try:
-                leaves = self.jitted(state_leaves, arrays)
-            except Exception as error:
-                check_kept(state_leaves, error)
-                raise
-        self._first = False
-        leaves = unpad(leaves, self._padded_axes, bound.unpadded_size)
-        return write_back(self._structures[-1], leaves, state.references)
+    return Launch(
+        jitted,
+        structures,
+        whole,
+        placements,
+        mesh,
+        donate=signature.donate,
+        padded_axes=signature.padded_output_axes,
+    )

@@ -7,6 +7,9 @@ proves replication itself (`_replication.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -16,7 +19,6 @@ from nnx_dp._graph import OutStructure, flatten_call
 from nnx_dp._per_device import Plan, make_plan, per_device_body, per_device_context
 from nnx_dp._placement import replicated, spec
 from nnx_dp._strategies._interface import Launch, Signature
-from nnx_dp._strategies.jit import FlatLaunch
 
 
 def compile_shard_map(signature: Signature) -> Launch:
@@ -25,14 +27,7 @@ def compile_shard_map(signature: Signature) -> Launch:
     bound, state = signature.bound, signature.state
     plan = make_plan(bound, state, signature.options, signature.devices)
     structures: list[OutStructure] = []
-
-    def function(state_leaves, arrays):
-        context = per_device_context(signature.options, signature.devices, plan.ledger())
-        body = per_device_body(bound, context)
-        flat = flatten_call(bound, state.graphdef, state.treedef, body, structures.append)
-        inputs = dict(zip(state.paths, state_leaves, strict=True))
-        return plan.leave(flat(state_leaves, arrays), inputs, context)
-
+    function = planned_function(signature, plan, structures.append)
     array_specs = [
         P() if argument.axis is None else spec(axis_name, argument.axis)
         for argument in signature.arguments
@@ -47,7 +42,32 @@ def compile_shard_map(signature: Signature) -> Launch:
     )
     jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
     placements = [jax.sharding.NamedSharding(mesh, s) for s in array_specs]
-    return FlatLaunch(jitted, structures, replicated(mesh), placements, signature, plan.drew)
+    return Launch(
+        jitted,
+        structures,
+        replicated(mesh),
+        placements,
+        mesh,
+        donate=signature.donate,
+        drew=plan.drew,
+        padded_axes=signature.padded_output_axes,
+    )
+
+
+def planned_function(
+    signature: Signature, plan: Plan, on_structure: Callable[[OutStructure], None]
+) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """Returns the step as one device runs it, by a plan: `(state leaves, arrays) -> leaves`."""
+    bound, state = signature.bound, signature.state
+
+    def function(state_leaves, arrays):
+        context = per_device_context(signature.options, signature.devices, plan.ledger())
+        body = per_device_body(bound, context)
+        flat = flatten_call(bound, state.graphdef, state.treedef, body, on_structure)
+        inputs = dict(zip(state.paths, state_leaves, strict=True))
+        return plan.leave(flat(state_leaves, arrays), inputs, context)
+
+    return function
 
 
 def out_specs(plan: Plan, axis_name: str) -> list[P]:
@@ -77,4 +97,4 @@ def compile_replicated(signature: Signature) -> Launch:
     jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
     whole = replicated(mesh)
     placements = [whole for _ in signature.arguments]
-    return FlatLaunch(jitted, structures, whole, placements, signature)
+    return Launch(jitted, structures, whole, placements, mesh, donate=signature.donate)
