@@ -2,6 +2,7 @@
 
 from nnx_dp import _batch_norm as _batch_norm
 from nnx_dp import _metrics as _metrics
+from nnx_dp._accumulate import accumulate as accumulate
 from nnx_dp._collectives import all_gather as all_gather
 from nnx_dp._collectives import axis_index as axis_index
 from nnx_dp._collectives import axis_size as axis_size
@@ -23,6 +24,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DataParallel",
+    "accumulate",
     "all_gather",
     "assert_replicated",
     "axis_index",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nnx_dp._context import per_device
+from nnx_dp._context import current, per_device
 
 
 def psum(x: Any) -> Any:
@@ -151,7 +151,12 @@ def mean(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     else:
         where = jnp.broadcast_to(where, x.shape)
         total, count = jnp.sum(x, dtype=wide, where=where), jnp.sum(where)
-    total, count = psum((total, count.astype(jnp.float32)))
+    count = count.astype(jnp.float32)
+    context = current()
+    if context is not None and context.counts is not None:
+        count = count if where is None else context.counts.divisor(count)
+    else:
+        total, count = psum((total, count))
     return (total / count).astype(dtype)
 
 

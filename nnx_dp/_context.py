@@ -9,7 +9,8 @@ thread, and back to None when an exception leaves the ``with`` block.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -30,6 +31,9 @@ class StepContext:
       rngs: "split", "broadcast", or the names of the streams that are the same on all devices.
       ledger: decides how each gradient is reduced; None where gradients are global already.
       mesh: the devices, where XLA partitions the global view over them, else None.
+      grad_dtype: the dtype that gradients are reduced in; None for their own.
+      synchronise: whether gradients are reduced where they are taken.
+      counts: what `nnx_dp.mean` divides by in a microbatch; None outside `accumulate`.
     """
 
     mode: Literal["global", "per_device"]
@@ -39,6 +43,25 @@ class StepContext:
     rngs: str | tuple[str, ...] = "split"
     ledger: GradientLedger | None = None
     mesh: Mesh | None = None
+    grad_dtype: Any = None
+    synchronise: bool = True
+    counts: Counts | None = None
+
+
+class Counts:
+    """The numbers of valid items that the calls of `nnx_dp.mean` in a microbatch divide by.
+
+    First they are only counted, a number for each call in order; then they are replaced by what
+    makes of the microbatches' means the mean of the whole batch.
+    """
+
+    def __init__(self, divisors: Sequence[jax.Array] | None = None):
+        self.counted: list[jax.Array] = []
+        self._divisors = divisors
+
+    def divisor(self, count: jax.Array) -> jax.Array:
+        self.counted.append(count)
+        return count if self._divisors is None else self._divisors[len(self.counted) - 1]
 
 
 _context = jax.make_user_context(default_value=None)

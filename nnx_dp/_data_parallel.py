@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from nnx_dp._context import current
@@ -241,7 +242,8 @@ class DataParallel(Generic[P, R]):
         oracle = Oracle(bound, state, self.mesh.devices.flat[0])
         output = _run(bound, state, launch)
         try:
-            oracle.compare(bound, output, drew=launch.drew)
+            grad_dtype = self._options.grad_dtype
+            oracle.compare(bound, output, drew=launch.drew, grad_dtype=grad_dtype)
         except AssertionError:
             state.replace(oracle.before)
             raise
@@ -307,6 +309,7 @@ def data_parallel(
     check_every: int | None = ...,
     verify: bool = ...,
     loss_reduce: Literal["infer", "mean", "sum"] = ...,
+    grad_dtype: Any = ...,
 ) -> DataParallel[P, R]: ...
 
 
@@ -331,6 +334,7 @@ def data_parallel(
     check_every: int | None = ...,
     verify: bool = ...,
     loss_reduce: Literal["infer", "mean", "sum"] = ...,
+    grad_dtype: Any = ...,
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 
 
@@ -356,6 +360,7 @@ def data_parallel(
     check_every: Any = None,
     verify: Any = False,
     loss_reduce: Any = "infer",
+    grad_dtype: Any = None,
 ) -> Any:
     """Turns a step that was written for one device into one that runs on all of them.
 
@@ -408,6 +413,9 @@ def data_parallel(
         copies, and compares all that they leave behind (except random draws).
       loss_reduce: in a per-device strategy, what a loss is over one device's examples: "mean",
         "sum", or "infer" to read it off the traced step.
+      grad_dtype: a narrower floating-point dtype in which gradients cross between devices, such as
+        `jnp.bfloat16`, which halves the bytes; they come out in their own dtype, with the precision
+        of the narrow one.  Needs a per-device strategy; "auto" is then "shard_map".
 
     Returns:
       A `DataParallel`, called like `f`; or, without `f`, a decorator.
@@ -443,8 +451,9 @@ def data_parallel(
     check_out_reduce(out_reduce)
     if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
         raise ValueError(f"check_every is {check_every!r}; write a positive int, or None.")
+    grad_dtype = _checked_grad_dtype(grad_dtype, strategy)
     settings = _Settings(
-        strategy=strategy,
+        strategy="shard_map" if strategy == "auto" and grad_dtype is not None else strategy,
         mesh=mesh,
         devices=devices,
         in_axes=in_axes,
@@ -468,6 +477,7 @@ def data_parallel(
         state_reduce=parse_rules(state_reduce),
         check=check,
         loss_reduce=loss_reduce,
+        grad_dtype=grad_dtype,
     )
     if f is None:
         return lambda f: _decorate(f, settings, options)
@@ -480,6 +490,22 @@ def _decorate(f: Callable[P, R], settings: _Settings, options: StepOptions) -> D
     if isinstance(f, DataParallel):
         raise TypeError(f"{f!r} is data-parallel already; decorate the plain function.")
     return DataParallel(f, settings, options)
+
+
+def _checked_grad_dtype(grad_dtype: Any, strategy: str) -> Any:
+    if grad_dtype is None:
+        return None
+    if not jnp.issubdtype(grad_dtype, jnp.floating):
+        raise ValueError(
+            f"grad_dtype is {grad_dtype!r}; write a floating-point dtype such as jnp.bfloat16, or "
+            "None."
+        )
+    if strategy == "jit":
+        raise ValueError(
+            'grad_dtype cannot be used with strategy="jit", where XLA decides what crosses between '
+            'devices. Use "shard_map", "pmap" or "auto", which is then "shard_map".'
+        )
+    return jnp.dtype(grad_dtype)
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ from jax import lax
 from jax._src.interpreters import batching
 from jax.interpreters import ad, mlir
 
-from nnx_dp._context import per_device
+from nnx_dp._context import StepContext, per_device
 from nnx_dp._hooks import wrap_method
 
 Reduce = Literal["plan", "pmean", "psum", "scale", "keep"]
@@ -111,15 +111,22 @@ rows_p = _marker("rows")
 """Says that its operand is to be taken as one row for each example."""
 
 
-def _reduce(cotangent, primal, *, axis_name, axis_size, reduce, **_):
+def _reduce(cotangent, primal, *, axis_name, axis_size, reduce, grad_dtype, **_):
     del primal
-    if reduce in ("plan", "pmean"):
-        return lax.pmean(cotangent, axis_name)
-    if reduce == "psum":
-        return lax.psum(cotangent, axis_name)
+    if reduce in ("plan", "pmean", "psum"):
+        dtype, on_the_wire = cotangent.dtype, cotangent
+        if grad_dtype is not None and _is_wider(dtype, grad_dtype):
+            on_the_wire = cotangent.astype(grad_dtype)
+        total = lax.psum(on_the_wire, axis_name).astype(dtype)
+        return total if reduce == "psum" else total / axis_size
     if reduce == "scale":
         return cotangent / axis_size
     return cotangent
+
+
+def _is_wider(dtype: Any, than: Any) -> bool:
+    floating = jax.numpy.issubdtype(dtype, jax.numpy.floating)
+    return floating and jax.numpy.finfo(dtype).bits > jax.numpy.finfo(than).bits
 
 
 def _grad_sync_jvp(primals, tangents, **params):
@@ -205,7 +212,7 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
 
     def hooked(*args, **kwargs):
         context = per_device()
-        if context is None or context.ledger is None:
+        if context is None or context.ledger is None or not context.synchronise:
             return function(*args, **kwargs)
         ledger = context.ledger
         site = ledger.open(getattr(args[0], DECLARED, None))
@@ -216,14 +223,7 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
                 continue
             if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
                 continue
-            params = dict(
-                axis_name=context.axis_name,
-                axis_size=context.axis_size,
-                reduce=ledger.reduction(site, index),
-                site=site,
-                leaf=index,
-                derived=False,
-            )
+            params = _params(context, ledger, site, index)
             leaves[index] = _synchronised(tuple(params.items()), leaf)
         args, kwargs = jax.tree.unflatten(treedef, leaves)
         loss, rest = function(*args, **kwargs)
@@ -232,6 +232,35 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
         return loss, rest
 
     return hooked
+
+
+def synchronise(loss: Any, gradients: list[Any]) -> tuple[Any, list[Any]]:
+    """Reduces gradients that were taken without the hook, as it would have reduced them."""
+    context = per_device()
+    if context is None or context.ledger is None:
+        return loss, gradients
+    ledger = context.ledger
+    site = ledger.open(None)
+    if not ledger.decided:
+        loss = loss_p.bind(loss, site=site)
+    # Only whether the differentiated value varies, and is batched, is asked of it.
+    likes = [jax.numpy.zeros(leaf.shape, leaf.dtype) for leaf in gradients]
+    return loss, [
+        grad_sync_p.bind(leaf, like, **_params(context, ledger, site, index))
+        for index, (leaf, like) in enumerate(zip(gradients, likes, strict=True))
+    ]
+
+
+def _params(context: StepContext, ledger: GradientLedger, site: int, leaf: int) -> dict[str, Any]:
+    return dict(
+        axis_name=context.axis_name,
+        axis_size=context.axis_size,
+        reduce=ledger.reduction(site, leaf),
+        site=site,
+        leaf=leaf,
+        grad_dtype=context.grad_dtype,
+        derived=False,
+    )
 
 
 @dataclasses.dataclass(eq=False)

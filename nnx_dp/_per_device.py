@@ -41,6 +41,7 @@ class StepOptions:
     state_reduce: tuple[tuple[Any, Rule], ...] = ()
     check: bool = True
     loss_reduce: str = "infer"
+    grad_dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,7 @@ def per_device_context(options: StepOptions, devices: int, ledger: GradientLedge
         axis_size=devices,
         sync_batch_norm=options.sync_batch_norm,
         rngs=options.rngs,
+        grad_dtype=options.grad_dtype,
         ledger=ledger,
     )
 

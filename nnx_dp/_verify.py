@@ -130,11 +130,13 @@ class Oracle:
             output = numbers_as_arrays(output)
             self._leaves, self._structure = flatten_output(bound, nodes, output, RefMap())
 
-    def compare(self, bound: BoundCall, output: Any, *, drew: bool) -> None:
+    def compare(self, bound: BoundCall, output: Any, *, drew: bool, grad_dtype: Any = None) -> None:
         """Raises AssertionError if a decorated call left anything else behind.
 
         Args:
           drew: whether random numbers differ by design; then only shapes and counts are compared.
+          grad_dtype: the narrower dtype that gradients were reduced in, if any: no closer than its
+            precision is looked for.
         """
         leaves, structure = flatten_output(bound, bound.nodes, output, RefMap())
         theirs = [leaf.path for leaf in self._structure.leaves]
@@ -144,9 +146,10 @@ class Oracle:
                 f"plain step {theirs}."
             )
         problems = []
+        least = 0 if grad_dtype is None else _TOLERANCE[str(grad_dtype)]
         for leaf, got, want in zip(structure.leaves, leaves, self._leaves, strict=True):
             random = isinstance(leaf.variable, nnx.RngState)
-            problem = _difference(got, want, values=random or not drew)
+            problem = _difference(got, want, values=random or not drew, least=least)
             if problem:
                 problems.append(f"{leaf.path}: {problem}")
         if problems:
@@ -165,13 +168,14 @@ def _on(leaf: Any, device: Any) -> Any:
     return jax.device_put(leaf, device)
 
 
-def _difference(got: Any, want: Any, *, values: bool) -> str:
+def _difference(got: Any, want: Any, *, values: bool, least: float) -> str:
     got, want = _to_numpy(got), _to_numpy(want)
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
     if not values:
         return ""
     tolerance = _TOLERANCE.get(str(got.dtype), 0)
+    tolerance = max(tolerance, least) if tolerance else 0
     if got.dtype.kind not in "biufc":
         got, want = got.astype(np.float32), want.astype(np.float32)
     scale = max(float(np.max(np.abs(want), initial=0)), 1e-6)

@@ -1,6 +1,7 @@
 """Gradients are synchronised once, wherever and however a step takes them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from oracle import PER_DEVICE, STRATEGIES, check_against_one_device
+from oracle import (
+    PER_DEVICE,
+    STRATEGIES,
+    assert_same,
+    check_against_one_device,
+    linear,
+    regression,
+    train_step,
+)
 
 import nnx_dp
 
@@ -447,3 +456,59 @@ def test_hook_is_off_again_after_an_error_in_a_trace():
 def test_unknown_loss_reduce_is_refused():
     with pytest.raises(ValueError, match="loss_reduce is 'average'; write \"infer\""):
         nnx_dp.grad(mse, loss_reduce="average")
+
+
+@pytest.mark.parametrize("strategy", ["shard_map", "pmap", "auto"])
+def test_gradients_that_cross_in_a_narrower_dtype(strategy):
+    narrow = nnx_dp.data_parallel(
+        train_step, strategy=strategy, devices=4, grad_dtype=jnp.bfloat16, verify=True
+    )
+    ours, plain = linear(), linear()
+    for seed in range(3):
+        batch = regression(seed=seed)
+        # The loss is computed, and reduced, in its own dtype.
+        assert_same(narrow(*ours, *batch), train_step(*plain, *batch), rtol=1e-2)
+        assert_same(ours, plain, rtol=1e-2, atol=1e-3)
+        assert ours[0].kernel[...].dtype == jnp.float32
+    exact = nnx_dp.data_parallel(train_step, strategy="shard_map", devices=4)
+    other = linear()
+    exact(*other, *regression())
+    narrow(*(again := linear()), *regression())
+    assert np.any(np.asarray(again[0].kernel) != np.asarray(other[0].kernel))
+    assert narrow.strategy == ("shard_map" if strategy == "auto" else strategy)
+
+
+def test_narrow_gradients_halve_the_bytes_that_cross():
+    def crossing(**options):
+        dp_step = nnx_dp.data_parallel(train_step, strategy="shard_map", devices=4, **options)
+        text = dp_step.lower(*linear(), *regression()).as_text()
+        blocks = re.findall(r'"stablehlo.all_reduce".*?\) : \((.*?)\) ->', text, re.DOTALL)
+        shapes = [re.findall(r"tensor<(?:(\d+)x)*(\w+)>", block)[0] for block in blocks]
+        return sorted(dtype for *_, dtype in shapes)
+
+    assert crossing() == ["f32"] * 3  # the loss, the kernel and the bias
+    assert crossing(grad_dtype=jnp.bfloat16) == ["bf16", "bf16", "f32"]
+
+
+def test_narrow_gradients_leave_narrow_and_complex_ones_alone():
+    def step(half, whole, x):
+        loss_fn = lambda h, w: jnp.mean((x @ (h[...].astype(jnp.float32) + w[...].real)) ** 2)  # noqa: E731
+        grads = nnx.grad(loss_fn, argnums=(0, 1))(half, whole)
+        return jax.tree.map(lambda leaf: leaf + 0, jax.tree.leaves(grads))
+
+    state = (nnx.Param(jnp.ones((3, 1), jnp.float16)), nnx.Param(jnp.ones((3, 1), jnp.complex64)))
+    dp_step = nnx_dp.data_parallel(step, strategy="shard_map", devices=4, grad_dtype=jnp.float16)
+    for _ in range(2):
+        assert_same(dp_step(*state, regression()[0]), step(*state, regression()[0]), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"grad_dtype": jnp.int8}, "grad_dtype is .*int8.*; write a floating-point dtype"),
+        ({"grad_dtype": jnp.bfloat16, "strategy": "jit"}, 'cannot be used with strategy="jit"'),
+    ],
+)
+def test_grad_dtype_that_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        nnx_dp.data_parallel(train_step, **options)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_dp._context import StepContext, entered
@@ -23,9 +23,31 @@ from nnx_dp._strategies._interface import Launch, Signature
 
 def compile_shard_map(signature: Signature) -> Launch:
     """Plans a signature now and compiles it at its first launch; see `Launch`."""
+    mesh = signature.mesh
+    mapped, placements, structures, plan = shard_mapped(signature)
+    return Launch(
+        jax.jit(mapped, donate_argnums=(0,) if signature.donate else ()),
+        structures,
+        replicated(mesh),
+        placements,
+        mesh,
+        donate=signature.donate,
+        drew=plan.drew,
+        padded_axes=signature.padded_output_axes,
+    )
+
+
+def shard_mapped(
+    signature: Signature,
+) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[OutStructure], Plan]:
+    """Plans a signature and maps it over the devices.
+
+    Returns:
+      The mapped function, `(state leaves, arrays) -> leaves`; where it wants the arrays; a list
+      that is told, at each trace, what the step leaves behind; and the plan.
+    """
     mesh, axis_name = signature.mesh, signature.options.axis_name
-    bound, state = signature.bound, signature.state
-    plan = make_plan(bound, state, signature.options, signature.devices)
+    plan = make_plan(signature.bound, signature.state, signature.options, signature.devices)
     structures: list[OutStructure] = []
     function = planned_function(signature, plan, structures.append)
     array_specs = [
@@ -40,18 +62,7 @@ def compile_shard_map(signature: Signature) -> Launch:
         axis_names={axis_name},
         check_vma=False,
     )
-    jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
-    placements = [jax.sharding.NamedSharding(mesh, s) for s in array_specs]
-    return Launch(
-        jitted,
-        structures,
-        replicated(mesh),
-        placements,
-        mesh,
-        donate=signature.donate,
-        drew=plan.drew,
-        padded_axes=signature.padded_output_axes,
-    )
+    return mapped, [NamedSharding(mesh, spec) for spec in array_specs], structures, plan
 
 
 def planned_function(
