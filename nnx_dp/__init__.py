@@ -18,6 +18,7 @@ from nnx_dp._gradients import value_and_grad as value_and_grad
 from nnx_dp._kernel import per_device as per_device
 from nnx_dp._placement import replicate as replicate
 from nnx_dp._placement import shard_batch as shard_batch
+from nnx_dp._processes import local as local
 from nnx_dp._verify import assert_replicated as assert_replicated
 
 __version__ = "0.1.0.dev0"
@@ -31,6 +32,7 @@ __all__ = [
     "axis_size",
     "data_parallel",
     "grad",
+    "local",
     "mean",
     "per_device",
     "pmax",

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_dp._processes import is_global, make_global
 from nnx_dp._roles import is_array, is_state
 
 Devices = int | Sequence[Any] | None
@@ -99,7 +100,7 @@ def spec(axis_name: str, axis: int) -> P:
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
     """Places an array; one that is in place already is passed through."""
-    return leaf if _in_place(leaf, sharding) else jax.device_put(leaf, sharding)
+    return put_all([leaf], [sharding])[0]
 
 
 def _in_place(leaf: Any, sharding: NamedSharding) -> bool:
@@ -120,7 +121,12 @@ def put_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[A
         for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
         if not _in_place(leaf, sharding)
     ]
-    if elsewhere:
+    if elsewhere and shardings[0].mesh.is_multi_process:
+        for index in elsewhere:
+            # A Python number stays weakly typed as it is, and goes to every device.
+            if is_array(out[index]) and not is_global(out[index]):
+                out[index] = make_global(out[index], shardings[index])
+    elif elsewhere:
         placed = jax.device_put([out[i] for i in elsewhere], [shardings[i] for i in elsewhere])
         for index, leaf in zip(elsewhere, placed, strict=True):
             out[index] = leaf

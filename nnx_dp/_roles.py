@@ -91,6 +91,11 @@ class BoundCall:
     def array_arguments(self) -> list[Argument]:
         return [a for a in self.arguments if a.role in (Role.BATCH, Role.REPLICATED)]
 
+    def located_arrays(self) -> list[tuple[Any, str]]:
+        """Returns the arrays, each with its path."""
+        paths = [argument.path for argument in self.array_arguments()]
+        return list(zip(self.arrays, paths, strict=True))
+
     def abstract(self) -> BoundCall:
         """Returns the call's structure alone: it keeps none of the caller's objects alive."""
         shapes = [shape_of(array) for array in self.arrays]

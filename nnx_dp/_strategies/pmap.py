@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from nnx_dp._graph import OutStructure
 from nnx_dp._per_device import make_plan
 from nnx_dp._placement import replicated, sharded
+from nnx_dp._processes import is_global, regroup, spans_processes
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.shard_map import planned_function
 
@@ -31,21 +33,42 @@ def compile_pmap(signature: Signature) -> Launch:
     array_axes = [argument.axis for argument in signature.arguments]
     out_axes = [way.axis if way.how == "concatenate" else None for way in plan.exits]
     structures: list[OutStructure] = []
+    processes = spans_processes(signature.mesh)
+    run = planned_function(signature, plan, structures.append)
     mapped = nnx.pmap(
-        planned_function(signature, plan, structures.append),
+        lambda state_leaves, arrays: tuple(run(state_leaves, arrays)),
         axis_name=axis_name,
-        in_axes=(None, array_axes),
-        out_axes=out_axes,
-        devices=list(signature.mesh.devices.flat),
+        in_axes=(None, tuple(array_axes)),
+        out_axes=tuple(out_axes),
+        devices=tuple(signature.mesh.devices.flat),
         donate_argnums=(0,) if signature.donate else (),
-        graph=False,
+        # In several processes JAX hashes the axes, and nnx.pmap has lists of them in tree mode.
+        graph=processes,
+        graph_updates=processes,
     )
     # `chex.fake_pmap` puts a vmap in the place of `jax.pmap`, which leaves the device axis in
     # front of everything.
     faked = jax.pmap is not _PMAP
 
+    def among_processes(state_leaves, arrays):
+        """`jax.pmap` takes and returns what this process has; a `Launch`, global arrays."""
+        mesh, own = signature.mesh, signature.mesh.local_mesh
+        state_leaves = [regroup(leaf, replicated(own), leaf.shape) for leaf in state_leaves]
+        here = [
+            _regrouped(array, own, axis_name, axis, mesh) if is_global(array) else array
+            for array, axis in zip(arrays, array_axes, strict=True)
+        ]
+        leaves = mapped(state_leaves, tuple(here))
+        return [
+            _regrouped(leaf, mesh, axis_name, axis, own)
+            for leaf, axis in zip(leaves, out_axes, strict=True)
+        ]
+
     def function(state_leaves, arrays):
-        leaves = mapped(state_leaves, arrays)
+        if processes:
+            leaves = among_processes(state_leaves, arrays)
+        else:
+            leaves = mapped(state_leaves, tuple(arrays))
         if faked:
             leaves = [
                 leaf[0] if axis is None else jnp.moveaxis(leaf, 0, axis)
@@ -71,20 +94,37 @@ def compile_pmap(signature: Signature) -> Launch:
         padded_axes=signature.padded_output_axes,
         array_axes=array_axes,
         devices=devices,
+        own_devices=signature.mesh.local_mesh.shape[axis_name],
     )
+
+
+def _regrouped(array: Any, to: Mesh, axis_name: str, axis: int | None, mesh: Mesh) -> jax.Array:
+    """Takes an array with a device axis from one mesh to another that has the same shards."""
+    if axis is None:
+        return regroup(array, replicated(to), array.shape)
+    devices = array.shape[axis] * to.shape[axis_name] // mesh.shape[axis_name]
+    shape = (*array.shape[:axis], devices, *array.shape[axis + 1 :])
+    return regroup(array, sharded(to, axis_name, axis), shape)
 
 
 class PmapLaunch(Launch):
     """A `Launch` that gives the batch its device axis."""
 
-    def __init__(self, *args: Any, array_axes: Sequence[int | None], devices: int, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        array_axes: Sequence[int | None],
+        devices: int,
+        own_devices: int,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self._array_axes, self._devices = array_axes, devices
+        self._array_axes, self._devices, self._own_devices = array_axes, devices, own_devices
 
     def place_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         return super().place_arrays(
             [
-                _add_axis(array, axis, self._devices)
+                _add_axis(array, axis, self._devices if is_global(array) else self._own_devices)
                 for array, axis in zip(arrays, self._array_axes, strict=True)
             ]
         )

@@ -1,0 +1,146 @@
+"""What each process of test_processes.py does; also what one process does, to compare with."""
+
+import functools
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from oracle import linear, regression, snapshot, train_step
+
+import nnx_dp
+
+STRATEGIES = ("jit", "shard_map", "pmap")
+ROWS = 16
+
+
+class Net(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.linear = nnx.Linear(3, 4, rngs=rngs)
+        self.bn = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+        self.seen = nnx.metrics.Average()
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.bn(self.linear(x))))
+
+
+def make_state(seed=0):
+    model = Net(seed)
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def step(model, optimizer, x, y, *, scale=1.0):
+    def loss_fn(model):
+        out = model(x)
+        losses = jnp.mean((out - y) ** 2, axis=-1) * scale
+        model.seen.update(values=losses)
+        return jnp.mean(losses), out
+
+    (loss, out), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+    optimizer.update(model, grads)
+    return {"loss": loss, "out": out, "worst": jnp.max(jnp.abs(out - y))}
+
+
+def part(batch, index, processes):
+    rows = ROWS // processes
+    return [array[index * rows : (index + 1) * rows] for array in batch]
+
+
+def train(index, processes, folder):
+    """Three steps under every strategy, with each process's own part of the batch."""
+    seen = {}
+    for strategy in STRATEGIES:
+        dp_step = nnx_dp.data_parallel(step, strategy=strategy, check_every=2)
+        state, outputs = make_state(), []
+        for seed in range(3):
+            out = dp_step(*state, *part(regression(ROWS, seed), index, processes), scale=0.5)
+            assert out["out"].shape == (ROWS, 1)
+            outputs.append(jax.tree.map(np.asarray, nnx_dp.local(out)))
+        nnx_dp.assert_replicated(state[0])
+        seen[strategy] = outputs, snapshot(nnx_dp.local(nnx.state(state)))
+    return seen
+
+
+def one_process():
+    state, outputs = make_state(), []
+    for seed in range(3):
+        outputs.append(jax.tree.map(np.asarray, step(*state, *regression(ROWS, seed), scale=0.5)))
+    return outputs, snapshot(nnx.state(state))
+
+
+def global_arrays(index, processes, folder):
+    """A batch that is global already, and one that `step.shard` makes."""
+    seen = {}
+    for strategy in STRATEGIES:
+        dp_step = nnx_dp.data_parallel(train_step, strategy=strategy)
+        state = linear()
+        for seed in range(2):
+            batch = dp_step.shard(tuple(part(regression(ROWS, seed), index, processes)))
+            assert batch[0].shape == (ROWS, 3)
+            assert not batch[0].is_fully_addressable
+            loss = float(dp_step(*state, *batch))
+        seen[strategy] = loss, snapshot(nnx_dp.local(nnx.state(state)))
+    return seen
+
+
+def random_draws(index, processes, folder):
+    """The dropout masks of every example, gathered from this process."""
+    seen = {}
+    for strategy in STRATEGIES:
+        dp_step = nnx_dp.data_parallel(lambda model, x: model(x), strategy=strategy)
+        model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        x = np.ones((ROWS // processes, 64), np.float32)
+        masks = [np.asarray(nnx_dp.local(dp_step(model, x))) for _ in range(2)]
+        seen[strategy] = masks, int(model.rngs.count[...])
+    return seen
+
+
+def disagreements(index, processes, folder):
+    """Errors that every process gets."""
+    seen = {}
+    x, y = part(regression(ROWS), index, processes)
+    for strategy in STRATEGIES:
+        dp_step = nnx_dp.data_parallel(train_step, strategy=strategy)
+        state = linear()
+        dp_step(*state, x, y)
+        before = snapshot(nnx_dp.local(nnx.state(state)))
+        odd = 2 + 2 * (index == 1)
+        verified = nnx_dp.data_parallel(train_step, verify=True)
+        calls = {
+            "sizes": functools.partial(dp_step, *state, x[:odd], y[:odd]),
+            "indivisible": functools.partial(dp_step, *state, x[:3], y[:3]),
+            "state": functools.partial(dp_step, *linear(seed=index), x, y),
+            "verify": functools.partial(verified, *linear(), x, y),
+        }
+        for name, call in calls.items():
+            try:
+                call()
+                seen[strategy, name] = "no error"
+            except ValueError as error:
+                seen[strategy, name] = str(error)
+        after = snapshot(nnx_dp.local(nnx.state(state)))
+        seen[strategy, "unchanged"] = all((before[k] == after[k]).all() for k in before)
+        seen[strategy, "goes on"] = float(dp_step(*state, x, y))
+    return seen
+
+
+def dies(index, processes, folder):
+    """The last process is killed before its third step; the others say what they get."""
+    dp_step = nnx_dp.data_parallel(train_step, strategy="shard_map")
+    state = linear()
+    try:
+        for seed in range(4):
+            if seed == 2 and index == processes - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            batch = part(regression(ROWS, seed), index, processes)
+            jax.block_until_ready(dp_step(*state, *batch))
+    except Exception as error:
+        (folder / f"died-{index}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(1)
+    return None
