@@ -1,243 +1,233 @@
-"""What a step costs before it computes anything: microseconds of dispatch, median over many steps.
+"""What a step costs before it computes anything: microseconds of dispatch.
 
 The step is Adam on a stack of `nnx.Linear(8, 8)`, on two devices made out of the CPU: there is next
 to nothing to compute, so what is measured is the way there and back.  Every contender is given a
-new NumPy batch at each step, as a training loop does, and is waited for.  The contenders take turns
-in short rounds, so that a busy moment of the machine falls on all of them.
+new NumPy batch at each step, as a training loop does, and is waited for.
 
-    python benchmarks/dispatch.py [--layers 4 32] [--rounds 20] [--steps 10] [--out dispatch.json]
+    python benchmarks/dispatch.py [--quick] [--out DIR]
 
-The floor is `jax.jit` over flat lists of arrays: what is left if nobody looks at an NNX object.
-Fake devices measure overhead, never scaling.
+The floor is `jax.jit` over flat lists of arrays.  Equinox has no graph to walk, so it shows what a
+library of plain pytrees costs.  The last table has the cost of seeing, at each call, that the graph
+is the one that was compiled for.  Fake devices measure overhead, never scaling.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.progress import track
+from _measure import Goal, Part, draw_bars, make_mesh, shardings, take_turns, version
+from _recipes import (
+    DATA_PARALLEL,
+    DEVICES,
+    FLOOR,
+    RECIPE,
+    Step,
+    decorated,
+    flat_jit,
+    local_train_step,
+    nnx_cached_partial,
+    nnx_jit,
+    nnx_pmap,
+    nnx_shard_map,
+    stack_state,
+    train_step,
+)
+from matplotlib.figure import Figure
 from rich.table import Table
 
-import nnx_dp
+from nnx_dp._snapshot import Snapshot
 
-DEVICES, BATCH, WIDTH = 2, 8, 8
-FLOOR = "jax.jit, flat leaves"
-
-Step = Callable[[np.ndarray, np.ndarray], Any]
-
-
-class Stack(nnx.Module):
-    def __init__(self, layers: int, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+LAYERS, BATCH, WIDTH = (4, 32, 128), 8, 8
+CACHED, SHARD_MAP, PMAP = "nnx.cached_partial", "nnx.jit(nnx.shard_map)", "nnx.pmap"
+EQUINOX = "eqx.filter_jit + filter_shard"
 
 
-def make_state(layers: int) -> tuple[Stack, nnx.Optimizer]:
-    model = Stack(layers, nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+def equinox(layers: int) -> Step:
+    """The same step on an Equinox model that starts from the same weights."""
+    import equinox as eqx
 
+    class EquinoxStack(eqx.Module):
+        layers: list[eqx.nn.Linear]
 
-def train_step(model, optimizer, x, y):
-    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-    optimizer.update(model, grads)
-    return loss
+        def __call__(self, x):
+            """[width] -> [width]"""
+            for layer in self.layers:
+                x = layer(x)
+            return x
 
+    def linear(like) -> eqx.nn.Linear:
+        out = eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0))
+        values = (like.kernel[...].T, like.bias[...])
+        return eqx.tree_at(lambda linear: (linear.weight, linear.bias), out, values)
 
-# ---------------------------------------------------------------------------------------------
-# The contenders: each returns a function of one NumPy batch that runs one step
+    whole, split = shardings(make_mesh(DEVICES))
+    model: Any = EquinoxStack([linear(like) for like in stack_state(layers, WIDTH)[0].layers])
+    transform = optax.adam(1e-3)
+    optimizer = transform.init(eqx.filter(model, eqx.is_array))
+    model, optimizer = eqx.filter_shard((model, optimizer), whole)
 
+    @eqx.filter_jit
+    def step(model, optimizer, x, y):
+        model, optimizer = eqx.filter_shard((model, optimizer), whole)
+        x, y = eqx.filter_shard((x, y), split)
+        loss, grads = eqx.filter_value_and_grad(
+            lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)
+        )(model)
+        updates, optimizer = transform.update(grads, optimizer)
+        model = eqx.apply_updates(model, updates)
+        return loss, *eqx.filter_shard((model, optimizer), whole)
 
-def decorated(strategy: str) -> Callable[[int], Step]:
-    def make(layers: int) -> Step:
-        model, optimizer = make_state(layers)
-        step = nnx_dp.data_parallel(train_step, strategy=strategy)
-        return lambda x, y: step(model, optimizer, x, y)
-
-    return make
-
-
-def by_hand(layers: int) -> Step:
-    """The recipe of the Flax documentation: replicated state, a sharded batch, `nnx.jit`."""
-    mesh, whole, split = _shardings()
-    model, optimizer = make_state(layers)
-    for node in (model, optimizer):
-        nnx.update(node, jax.device_put(nnx.state(node), whole))
-    step = nnx.jit(train_step)
-
-    def run(x, y):
-        with jax.set_mesh(mesh):
-            return step(model, optimizer, *jax.device_put((x, y), split))
-
-    return run
-
-
-def bare_pmap(layers: int) -> Step:
-    """`nnx.pmap` with the device axis, the broadcast state and the pmean written by hand."""
-    model, optimizer = make_state(layers)
-    state = nnx.StateAxes({...: None})
-
-    def local_step(model, optimizer, x, y):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-        loss, grads = lax.pmean((loss, grads), "data")
-        optimizer.update(model, grads)
-        return loss
-
-    step = nnx.pmap(
-        local_step,
-        axis_name="data",
-        in_axes=(state, state, 0, 0),
-        out_axes=None,
-        devices=jax.devices()[:DEVICES],
-        graph=True,
-        graph_updates=True,
-    )
-    shape = (DEVICES, BATCH // DEVICES, WIDTH)
-    return lambda x, y: step(model, optimizer, x.reshape(shape), y.reshape(shape))
-
-
-def flat_jit(layers: int) -> Step:
-    """The floor: the state is a list of arrays throughout."""
-    _, whole, split = _shardings()
-    graphdef, state = nnx.split(make_state(layers))
-    leaves, treedef = jax.tree.flatten(state)
-    leaves = jax.device_put(leaves, whole)
-
-    @jax.jit
-    def step(leaves, x, y):
-        model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        loss = train_step(model, optimizer, x, y)
-        new = jax.tree.leaves(nnx.state((model, optimizer)))
-        return loss, [lax.with_sharding_constraint(leaf, whole) for leaf in new]
-
-    def run(x, y):
-        nonlocal leaves
-        loss, leaves = step(leaves, *jax.device_put((x, y), split))
+    def run(*batch):
+        nonlocal model, optimizer
+        loss, model, optimizer = step(model, optimizer, *jax.device_put(batch, split))
         return loss
 
     return run
 
 
-def _shardings() -> tuple[Mesh, NamedSharding, NamedSharding]:
-    devices = np.array(jax.devices()[:DEVICES])
-    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
-    return mesh, NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-
-
-CONTENDERS: dict[str, Callable[[int], Step]] = {
-    'data_parallel("jit")': decorated("jit"),
-    'data_parallel("shard_map")': decorated("shard_map"),
-    'data_parallel("pmap")': decorated("pmap"),
-    "nnx.jit + NamedSharding": by_hand,
-    "nnx.pmap": bare_pmap,
-    FLOOR: flat_jit,
-}
+def contenders(layers: int) -> dict[str, Step]:
+    makers: dict[str, Callable[..., Step]] = {
+        **{
+            name: partial(decorated, train_step, strategy=strategy)
+            for strategy, name in DATA_PARALLEL.items()
+        },
+        FLOOR: partial(flat_jit, train_step),
+        RECIPE: partial(nnx_jit, train_step),
+        CACHED: partial(nnx_cached_partial, train_step),
+        SHARD_MAP: partial(nnx_shard_map, local_train_step),
+        PMAP: partial(nnx_pmap, local_train_step),
+    }
+    out = {name: make(state=stack_state(layers, WIDTH)) for name, make in makers.items()}
+    if version("equinox"):
+        out[EQUINOX] = equinox(layers)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------
 # Measuring
 
 
-def measure(layers: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Returns the microseconds of every timed step of every contender."""
+def measure(quick: bool) -> dict[str, Any]:
+    rounds, calls = (4, 5) if quick else (40, 10)
+    return {
+        "batch": BATCH,
+        "width": WIDTH,
+        "rounds": rounds,
+        "calls": calls,
+        "layers": {layers: measure_steps(layers, rounds, calls) for layers in LAYERS},
+        "graph check": {layers: measure_check(layers, quick) for layers in LAYERS},
+    }
+
+
+def measure_steps(layers: int, rounds: int, calls: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    batches = rng.normal(size=(steps, 2, BATCH, WIDTH)).astype(np.float32)
-    contenders = {name: make(layers) for name, make in CONTENDERS.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    batches = rng.normal(size=(calls, 2, BATCH, WIDTH)).astype(np.float32)
+    steps = contenders(layers)
     losses = {}
-    for name, step in contenders.items():
+    for name, step in steps.items():
         for _ in range(3):  # compiles; nnx.pmap compiles again when its state is in place
             losses[name] = float(step(*batches[0]))
     np.testing.assert_allclose(list(losses.values()), losses[FLOOR], rtol=1e-5)
-    for _ in track(range(rounds), description=f"{layers:>3} layers", console=Console(stderr=True)):
-        for name, step in contenders.items():
-            for x, y in batches:
-                start = time.perf_counter()
-                jax.block_until_ready(step(x, y))
-                times[name].append((time.perf_counter() - start) * 1e6)
-    return times
+    timings = take_turns(
+        {name: lambda call, step=step: step(*batches[call]) for name, step in steps.items()},
+        rounds=rounds,
+        calls=calls,
+        title=f"dispatch, {layers} layers",
+    )
+    return timings.against({"to the floor": FLOOR, "to the recipe": RECIPE, "to nnx.pmap": PMAP})
 
 
-def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    floor = statistics.median(times[FLOOR])
-    out = {}
-    for name, values in times.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        out[name] = {
-            "median_us": median,
-            "quartiles_us": [low, high],  # type: ignore[dict-item]
-            "times_the_floor": median / floor,
-        }
-    return out
+def measure_check(layers: int, quick: bool) -> dict[str, float]:
+    """Times the look at the graph that tells, at every call, that it is still the same."""
+    nodes = stack_state(layers, WIDTH)
+    snapshot = Snapshot(nodes)
+    assert snapshot.unchanged(nodes)
+    loops = 20 if quick else 200
+    times = timeit.repeat(lambda: snapshot.unchanged(nodes), number=loops, repeat=15)
+    return {"variables": len(snapshot.variables), "seconds": statistics.median(times) / loops}
 
 
-def table(results: dict[int, dict[str, dict[str, Any]]]) -> Table:
-    out = Table(title="Dispatch, median microseconds a step (times the floor)")
+# ---------------------------------------------------------------------------------------------
+# What a person reads
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    out = Table(title="Dispatch of one step: median microseconds, and times the floor")
     out.add_column("")
-    for layers in results:
+    for layers in results["layers"]:
         out.add_column(f"{layers} layers", justify="right")
         out.add_column("", justify="right")
-    for name in CONTENDERS:
+    found = [*results["layers"].values()]
+    for name in found[0]:
         cells = []
-        for summary in results.values():
-            cells += [
-                f"{summary[name]['median_us']:,.0f}",
-                f"{summary[name]['times_the_floor']:.1f}x",
-            ]
+        for entry in (timings[name] for timings in found):
+            median, ratio = entry["seconds"]["median"], entry["to the floor"]["median"]
+            cells += [f"{median * 1e6:,.0f}", f"{ratio:.2f}x"]
         out.add_row(name, *cells)
-    return out
+    if EQUINOX not in found[0]:
+        out.add_row(EQUINOX, "equinox is not installed")
+
+    check = Table(title="The look at the graph at each call")
+    for column in ("layers", "Variables", "microseconds", 'of a step under "jit"'):
+        check.add_column(column, justify="right")
+    for layers, entry in results["graph check"].items():
+        step = results["layers"][layers][DATA_PARALLEL["jit"]]["seconds"]["median"]
+        share = entry["seconds"] / step
+        cells = (str(entry["variables"]), f"{entry['seconds'] * 1e6:,.0f}", f"{share:.1%}")
+        check.add_row(layers, *cells)
+    return [out, check]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures the dispatch of one step.")
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 32])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each contender in a round")
-    parser.add_argument("--out", type=Path, default=Path("dispatch.json"))
-    arguments = parser.parse_args()
+def goals(results: dict[str, Any]) -> list[Goal]:
+    def ratios(name: str, base: str) -> list[float]:
+        return [timings[name][base]["median"] for timings in results["layers"].values()]
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    results = {
-        layers: summarise(measure(layers, arguments.rounds, arguments.steps))
-        for layers in arguments.layers
-    }
-    report = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "nnx_dp": nnx_dp.__version__,
-        "cpus": os.cpu_count(),
-        "devices": DEVICES,
-        "batch": BATCH,
-        "rounds": arguments.rounds,
-        "steps": arguments.steps,
-        "layers": {str(layers): summary for layers, summary in results.items()},
-    }
-    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print(table(results))
+    out = []
+    for strategy in ("jit", "shard_map"):
+        name = DATA_PARALLEL[strategy]
+        out += [
+            Goal(f"{name}, times the floor", max(ratios(name, "to the floor")), 1.25),
+            Goal(
+                f"{name}, times faster than {RECIPE}",
+                min(1 / ratio for ratio in ratios(name, "to the recipe")),
+                4,
+                at_least=True,
+            ),
+        ]
+    name = DATA_PARALLEL["pmap"]
+    return [*out, Goal(f"{name}, times {PMAP}", max(ratios(name, "to nnx.pmap")), 1)]
 
+
+def plot(results: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    all_axes = figure.subplots(1, len(results["layers"]), sharey=True)
+    for axes, (layers, timings) in zip(all_axes, results["layers"].items(), strict=True):
+        seconds = {name: entry["seconds"] for name, entry in timings.items()}
+        axes.axvline(seconds[FLOOR]["median"] * 1e3, color="0.4", linewidth=1, linestyle=":")
+        draw_bars(axes, seconds, scale=1e3, written=lambda value: f"{value:.1f}")
+        axes.set_title(f"{layers} layers", fontsize=11)
+        axes.set_xlabel("milliseconds a step")
+    all_axes[0].invert_yaxis()  # the axes share one, and an even number of turns would undo it
+    return figure
+
+
+PART = Part(
+    name="dispatch",
+    description="Measures what a step costs before it computes anything.",
+    devices=DEVICES,
+    measure=measure,
+    tables=tables,
+    goals=goals,
+    plot=plot,
+)
 
 if __name__ == "__main__":
-    main()
+    PART.main()

@@ -18,6 +18,7 @@ from nnx_dp._gradients import value_and_grad as value_and_grad
 from nnx_dp._kernel import per_device as per_device
 from nnx_dp._placement import replicate as replicate
 from nnx_dp._placement import shard_batch as shard_batch
+from nnx_dp._prefetch import prefetch as prefetch
 from nnx_dp._processes import local as local
 from nnx_dp._verify import assert_replicated as assert_replicated
 
@@ -38,6 +39,7 @@ __all__ = [
     "pmax",
     "pmean",
     "pmin",
+    "prefetch",
     "psum",
     "replicate",
     "shard_batch",

@@ -27,6 +27,7 @@ from nnx_dp._graph import StateLeaves, write_back
 from nnx_dp._outputs import check_out_reduce
 from nnx_dp._per_device import StepOptions, padded_output_axes
 from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
+from nnx_dp._prefetch import Prefetch
 from nnx_dp._processes import (
     Agreement,
     check_arrays,
@@ -138,6 +139,10 @@ class DataParallel(Generic[P, R]):
     def shard(self, batch: Any) -> Any:
         """Splits a batch over the devices of this step; see `shard_batch`."""
         return shard_batch(batch, mesh=self.mesh, axis_name=self._options.axis_name)
+
+    def prefetch(self, iterable: Iterable[Any], size: int = 2) -> Prefetch[Any]:
+        """Reads batches in the background and splits them over the devices; see `prefetch`."""
+        return Prefetch(iterable, self.shard, size)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without running it.

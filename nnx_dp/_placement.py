@@ -192,7 +192,8 @@ def shard_batch(
 
     Returns:
       The batch as JAX arrays, with B / devices examples on each device.  Where the number of
-      devices does not divide B, the array is placed whole on every device.
+      devices does not divide B, the array is placed whole on every device.  In several processes
+      each gives its own part of the batch, and B counts the examples of all.
 
     Example::
 
@@ -202,9 +203,11 @@ def shard_batch(
       (8, 3)
     """
     mesh = make_mesh(mesh, devices, axis_name)
-    count = mesh.shape[axis_name]
+    count = mesh.local_mesh.shape[axis_name]
 
     def place(leaf: Any) -> Any:
+        if not is_array(leaf) and not isinstance(leaf, (int, float, complex, np.generic)):
+            return leaf
         if not is_array(leaf) or leaf.ndim <= axis or leaf.shape[axis] % count:
             return put(leaf, replicated(mesh))
         return put(leaf, sharded(mesh, axis_name, axis))
