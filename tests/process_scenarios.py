@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 from oracle import linear, regression, snapshot, train_step
 
@@ -130,17 +131,26 @@ def disagreements(index, processes, folder):
     return seen
 
 
-def dies(index, processes, folder):
-    """The last process is killed before its third step; the others say what they get."""
-    dp_step = nnx_dp.data_parallel(train_step, strategy="shard_map")
-    state = linear()
-    try:
-        for seed in range(4):
-            if seed == 2 and index == processes - 1:
+def train_and_save(index, processes, folder):
+    """Five steps, saved after each with Orbax; goes on from the last checkpoint, if there is one.
+
+    While there is a file "deadly", the last process is killed in its fourth step.
+    """
+    dp_step = nnx_dp.data_parallel(step, strategy="shard_map")
+    state = make_state()
+    done = max((int(path.name) for path in (folder / "saved").glob("[0-9]")), default=0)
+    with ocp.StandardCheckpointer() as checkpointer:
+        if done:
+            like = nnx_dp.replicate(nnx.List(make_state(seed=7)), mesh=dp_step.mesh)
+            saved = checkpointer.restore(
+                folder / "saved" / str(done), nnx.state(like, nnx.Not(nnx.RngKey))
+            )
+            nnx.update(nnx.List(state), saved)
+        for seed in range(done, 5):
+            if (folder / "deadly").exists() and seed == 3 and index == processes - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            batch = part(regression(ROWS, seed), index, processes)
-            jax.block_until_ready(dp_step(*state, *batch))
-    except Exception as error:
-        (folder / f"died-{index}").write_text(f"{type(error).__name__}: {error}")
-        os._exit(1)
-    return None
+            dp_step(*state, *part(regression(ROWS, seed), index, processes))
+            kept = nnx.state(nnx.List(state), nnx.Not(nnx.RngKey))
+            checkpointer.save(folder / "saved" / str(seed + 1), kept)
+            checkpointer.wait_until_finished()
+    return done, snapshot(nnx_dp.local(nnx.state(state)))

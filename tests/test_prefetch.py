@@ -4,14 +4,13 @@ import gc
 import time
 import weakref
 
+import grain
 import jax
 import numpy as np
 import pytest
 from oracle import STRATEGIES, assert_same, linear, regression, train_step
 
 import nnx_dp
-
-grain = pytest.importorskip("grain", reason="an optional loader")
 
 
 def batches(count, rows=8):
