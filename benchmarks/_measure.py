@@ -200,7 +200,7 @@ class Part:
             }
             arguments.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(_rounded(report), indent=1) + "\n")
-        console = Console()
+        console = make_console()
         for each in self.tables(results):
             console.print(each)
         console.print(goals_table(self.goals(results)))
@@ -235,6 +235,12 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def make_console() -> Console:
+    console = Console()
+    # Tables that are not read in a terminal need not fit into one.
+    return console if console.is_terminal else Console(width=120)
 
 
 def goals_table(goals: Sequence[Goal | Mapping[str, Any]]) -> Table:
@@ -283,7 +289,7 @@ def draw_bars(
             va="center",
             fontsize=9,
         )
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, max(medians) * 1.22)
     axes.tick_params(axis="y", length=0)
     tidy(axes, grid="x")

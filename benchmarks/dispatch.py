@@ -215,7 +215,6 @@ def plot(results: dict[str, Any]) -> Figure:
         draw_bars(axes, seconds, scale=1e3, written=lambda value: f"{value:.1f}")
         axes.set_title(f"{layers} layers", fontsize=11)
         axes.set_xlabel("milliseconds a step")
-    all_axes[0].invert_yaxis()  # the axes share one, and an even number of turns would undo it
     return figure
 
 

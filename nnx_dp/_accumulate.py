@@ -155,7 +155,7 @@ def _on_each_device(
 
     local = dataclasses.replace(bound, function=here)
     signature = Signature(
-        local.abstract(), state.abstract(), mesh, StepOptions(axis_name=context.axis_name)
+        local.abstract(), state.abstract(), mesh, (), StepOptions(axis_name=context.axis_name)
     )
     if any(size % (signature.devices * task.microbatches) for _, size in _sizes(bound)):
         return None

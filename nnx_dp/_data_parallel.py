@@ -39,6 +39,7 @@ from nnx_dp._processes import (
 )
 from nnx_dp._repeat import Call, Repeats, trace_modes
 from nnx_dp._roles import INFER, BoundCall, bind_call, is_array, is_state, shape_of
+from nnx_dp._state_placement import check_whole, state_placements
 from nnx_dp._state_reduce import parse_rules
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.auto import choose
@@ -74,6 +75,7 @@ class _Settings:
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
     donate: bool
+    shard_optimizer: bool
     uneven: str
     verify: bool
     check_every: int | None
@@ -270,13 +272,20 @@ class DataParallel(Generic[P, R]):
             (aval.shape, aval.dtype, aval.weak_type)
             for aval in map(shape_of, [*state.leaves, *whole.arrays])
         )
-        key = (how, bound.key, state.key, shapes, trace_modes())
+        placements = state_placements(
+            state,
+            self.mesh,
+            self._options.axis_name,
+            shard_optimizer=self._settings.shard_optimizer,
+        )
+        key = (how, bound.key, state.key, shapes, placements, trace_modes())
         with self._compiling:
             if key not in self._launches:
                 signature = Signature(
                     whole.abstract(),
                     state.abstract(),
                     self.mesh,
+                    placements,
                     self._options,
                     self._settings.donate,
                 )
@@ -293,11 +302,15 @@ class DataParallel(Generic[P, R]):
     def _compile(
         self, signature: Signature, how: str, bound: BoundCall, state: StateLeaves
     ) -> Launch:
+        if how not in ("jit", "auto"):
+            check_whole(state, signature.state_placements, self._name, how)
         if how != "auto":
             return _COMPILERS[how](signature)
         size = batch_size(signature.bound, self._name)
         choice = choose(signature, bound, state, even=size % signature.devices == 0)
         _log.info('data_parallel(%s): strategy "%s": %s', self._name, choice.strategy, choice.why)
+        if choice.strategy != "jit":
+            check_whole(state, signature.state_placements, self._name, choice.strategy)
         self._chosen = choice.strategy
         return choice.launch
 
@@ -365,6 +378,7 @@ def data_parallel(
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Iterable[str] = ...,
     donate: bool = ...,
+    shard_optimizer: bool = ...,
     uneven: Literal["auto", "replicate", "pad", "drop", "error"] = ...,
     rngs: str | Sequence[str] = ...,
     sync_batch_norm: bool = ...,
@@ -390,6 +404,7 @@ def data_parallel(
     static_argnums: int | Sequence[int] = ...,
     static_argnames: str | Iterable[str] = ...,
     donate: bool = ...,
+    shard_optimizer: bool = ...,
     uneven: Literal["auto", "replicate", "pad", "drop", "error"] = ...,
     rngs: str | Sequence[str] = ...,
     sync_batch_norm: bool = ...,
@@ -416,6 +431,7 @@ def data_parallel(
     static_argnums: Any = (),
     static_argnames: Any = (),
     donate: Any = False,
+    shard_optimizer: Any = False,
     uneven: Any = "auto",
     rngs: Any = "split",
     sync_batch_norm: Any = True,
@@ -458,6 +474,9 @@ def data_parallel(
       static_argnames: names of further static arguments, as in `jax.jit`.
       donate: whether the buffers of the state may be reused for the new state, as with
         `donate_argnums` in `jax.jit`.  A donated step that fails on the device has lost its state.
+      shard_optimizer: whether each device keeps and updates only its part of the optimizer's arrays
+        (ZeRO-1), under "jit".  Arrays with fewer than 1024 elements, or with no axis that the
+        devices divide, stay whole.
       uneven: what to do with a batch that the devices do not divide.  "auto": split it unevenly
         under "jit" (exact), an error elsewhere.  "replicate": every device computes all of it.
         "pad": pad it and cut the padding out of the outputs, which must be one row for each
@@ -516,6 +535,11 @@ def data_parallel(
     if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
         raise ValueError(f"check_every is {check_every!r}; write a positive int, or None.")
     grad_dtype = _checked_grad_dtype(grad_dtype, strategy)
+    if shard_optimizer and (strategy not in ("jit", "auto") or grad_dtype is not None):
+        raise ValueError(
+            f"shard_optimizer=True needs XLA to partition the step, and strategy={strategy!r} "
+            '(or grad_dtype=) gives every device all of the state. Use strategy="jit" or "auto".'
+        )
     settings = _Settings(
         strategy="shard_map" if strategy == "auto" and grad_dtype is not None else strategy,
         mesh=mesh,
@@ -528,6 +552,7 @@ def data_parallel(
         if isinstance(static_argnames, str)
         else tuple(static_argnames),
         donate=donate,
+        shard_optimizer=shard_optimizer,
         uneven=uneven,
         verify=verify,
         check_every=check_every,

@@ -51,6 +51,15 @@ class StateLeaves:
             paths += [name] * len(jax.tree.leaves(_raw(leaf)))
         return paths
 
+    @property
+    def variables(self) -> list[nnx.Variable | None]:
+        """The Variable that holds each array; None for an array outside any."""
+        variables: list[nnx.Variable | None] = []
+        for leaf in self._flat.leaves:
+            held = leaf if isinstance(leaf, nnx.Variable) else None
+            variables += [held] * len(jax.tree.leaves(_raw(leaf)))
+        return variables
+
     def check_alive(self) -> None:
         """Raises ValueError if an array was donated to an earlier step."""
         for index, leaf in enumerate(self.leaves):

@@ -100,7 +100,7 @@ def spec(axis_name: str, axis: int) -> P:
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:
     """Places an array; one that is in place already is passed through."""
-    return put_all([leaf], [sharding])[0]
+    return put_all([leaf], [sharding], whole=True)[0]
 
 
 def _in_place(leaf: Any, sharding: NamedSharding) -> bool:
@@ -113,19 +113,25 @@ def _in_place(leaf: Any, sharding: NamedSharding) -> bool:
     return same_mesh and placed.is_equivalent_to(sharding, leaf.ndim)
 
 
-def put_all(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """Places arrays, those that are elsewhere in one go."""
+def put_all(
+    leaves: Sequence[Any], shardings: Sequence[NamedSharding], *, whole: bool = False
+) -> list[Any]:
+    """Places arrays, those that are elsewhere in one go.
+
+    Args:
+      whole: in several processes, whether each has all of an array, or its own part.
+    """
     out = list(leaves)
     elsewhere = [
         index
         for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
         if not _in_place(leaf, sharding)
     ]
-    if elsewhere and shardings[0].mesh.is_multi_process:
+    if elsewhere and jax.process_count() > 1 and shardings[0].mesh.is_multi_process:
         for index in elsewhere:
             # A Python number stays weakly typed as it is, and goes to every device.
             if is_array(out[index]) and not is_global(out[index]):
-                out[index] = make_global(out[index], shardings[index])
+                out[index] = make_global(out[index], shardings[index], whole=whole)
     elif elsewhere:
         placed = jax.device_put([out[i] for i in elsewhere], [shardings[i] for i in elsewhere])
         for index, leaf in zip(elsewhere, placed, strict=True):
@@ -206,11 +212,12 @@ def shard_batch(
     count = mesh.local_mesh.shape[axis_name]
 
     def place(leaf: Any) -> Any:
-        if not is_array(leaf) and not isinstance(leaf, (int, float, complex, np.generic)):
-            return leaf
-        if not is_array(leaf) or leaf.ndim <= axis or leaf.shape[axis] % count:
+        if not is_array(leaf):
+            is_number = isinstance(leaf, (int, float, complex, np.generic))
+            return put(leaf, replicated(mesh)) if is_number else leaf
+        if leaf.ndim <= axis or leaf.shape[axis] % count:
             return put(leaf, replicated(mesh))
-        return put(leaf, sharded(mesh, axis_name, axis))
+        return put_all([leaf], [sharded(mesh, axis_name, axis)])[0]
 
     return jax.tree.map(place, batch)
 

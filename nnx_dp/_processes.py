@@ -80,12 +80,15 @@ def is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
-def make_global(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Makes a global array of what each process has: a part of it, or all of it."""
+def make_global(leaf: Any, sharding: NamedSharding, *, whole: bool) -> jax.Array:
+    """Makes a global array of what each process has: its own part, or the whole of it."""
     if is_key(leaf):
-        data = make_global(jax.random.key_data(leaf), sharding)
+        data = make_global(jax.random.key_data(leaf), sharding, whole=whole)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+    value = np.asarray(leaf)
+    if whole:
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return jax.make_array_from_process_local_data(sharding, value)
 
 
 def regroup(leaf: jax.Array, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:

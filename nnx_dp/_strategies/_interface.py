@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._per_device import StepOptions
-from nnx_dp._placement import Owned, check_kept, only_mesh, put, put_all
+from nnx_dp._placement import Owned, check_kept, only_mesh, put_all
 from nnx_dp._roles import Argument, BoundCall
 
 
@@ -23,6 +23,7 @@ class Signature:
       bound: the structure of a call; its arrays are the global shapes.
       state: the structure of the same call's state; its leaves are shapes.
       mesh: the devices; has `options.axis_name` among its axes.
+      state_placements: where each array of the state is wanted.
       options: what the decorator was told.
       donate: whether the buffers of the state may be reused.
       padded_output_axes: for a padded batch, the batch axis of each array that the step leaves
@@ -32,6 +33,7 @@ class Signature:
     bound: BoundCall
     state: StateLeaves
     mesh: Mesh
+    state_placements: tuple[NamedSharding, ...]
     options: StepOptions
     donate: bool = False
     padded_output_axes: tuple[int | None, ...] | None = None
@@ -52,7 +54,7 @@ class Launch:
     Attributes:
       function: `(state leaves, arrays) -> leaves`, compiled; arrays of what the step leaves behind.
       structures: how those are to be read; the last entry is that of the latest trace.
-      state_placement: where the state is wanted.
+      state_placements: where each array of the state is wanted.
       array_placements: where the other arrays are wanted.
       mesh: the mesh that is set while it runs; None for none.
       donate: whether the buffers of the state may be reused.
@@ -62,7 +64,7 @@ class Launch:
 
     function: Any
     structures: list[OutStructure]
-    state_placement: NamedSharding
+    state_placements: Sequence[NamedSharding]
     array_placements: Sequence[NamedSharding]
     mesh: Mesh | None
     donate: bool = False
@@ -77,7 +79,7 @@ class Launch:
         return self.structures[-1]
 
     def place_state(self, leaves: Sequence[Any]) -> list[Any]:
-        return [put(leaf, self.state_placement) for leaf in leaves]
+        return put_all(leaves, self.state_placements, whole=True)
 
     def place_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         return put_all(arrays, self.array_placements)

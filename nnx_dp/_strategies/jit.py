@@ -49,6 +49,7 @@ def compile_jit(signature: Signature) -> Launch:
         with entered(context):
             return signature.bound.call(nodes, arrays)
 
+    wanted = dict(zip(signature.state.paths, signature.state_placements, strict=True))
     flat = flatten_call(
         signature.bound, signature.state.graphdef, signature.state.treedef, body, structures.append
     )
@@ -56,7 +57,9 @@ def compile_jit(signature: Signature) -> Launch:
     def function(state_leaves, arrays):
         leaves = flat(state_leaves, arrays)
         return [
-            jax.lax.with_sharding_constraint(value, whole) if leaf.is_state else value
+            jax.lax.with_sharding_constraint(value, wanted.get(leaf.path, whole))
+            if leaf.is_state
+            else value
             for leaf, value in zip(structures[-1].leaves, leaves, strict=True)
         ]
 
@@ -64,7 +67,7 @@ def compile_jit(signature: Signature) -> Launch:
     return Launch(
         jitted,
         structures,
-        whole,
+        signature.state_placements,
         placements,
         mesh,
         donate=signature.donate,

@@ -86,7 +86,7 @@ def compile_pmap(signature: Signature) -> Launch:
     return PmapLaunch(
         function,
         structures,
-        whole,
+        signature.state_placements,
         placements,
         mesh=None,
         donate=signature.donate,

@@ -28,7 +28,7 @@ def compile_shard_map(signature: Signature) -> Launch:
     return Launch(
         jax.jit(mapped, donate_argnums=(0,) if signature.donate else ()),
         structures,
-        replicated(mesh),
+        signature.state_placements,
         placements,
         mesh,
         donate=signature.donate,
@@ -108,4 +108,5 @@ def compile_replicated(signature: Signature) -> Launch:
     jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
     whole = replicated(mesh)
     placements = [whole for _ in signature.arguments]
-    return Launch(jitted, structures, whole, placements, mesh, donate=signature.donate)
+    everywhere = [whole for _ in signature.state.leaves]
+    return Launch(jitted, structures, everywhere, placements, mesh, donate=signature.donate)
