@@ -116,7 +116,7 @@ def contenders(layers: int) -> dict[str, Step]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    rounds, calls = (4, 5) if quick else (40, 10)
+    rounds, calls = (4, 5) if quick else (30, 6)
     return {
         "batch": BATCH,
         "width": WIDTH,
@@ -161,7 +161,7 @@ def measure_check(layers: int, quick: bool) -> dict[str, float]:
 
 def tables(results: dict[str, Any]) -> list[Table]:
     out = Table(title="Dispatch of one step: median microseconds, and times the floor")
-    out.add_column("")
+    out.add_column("", no_wrap=True)
     for layers in results["layers"]:
         out.add_column(f"{layers} layers", justify="right")
         out.add_column("", justify="right")

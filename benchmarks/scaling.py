@@ -15,11 +15,10 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from _measure import COLORS, Goal, Part, progress, tidy
-from _recipes import DATA_PARALLEL
+from _recipes import DATA_PARALLEL, train_step
 from flax import nnx
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, ScalarFormatter
@@ -47,12 +46,6 @@ class MLP(nnx.Module):
         for layer in self.layers:
             x = nnx.relu(layer(x))
         return x
-
-
-def train_step(model, optimizer, x, y):
-    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-    optimizer.update(model, grads)
-    return loss
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
@@ -179,7 +172,7 @@ def plot(results: dict[str, Any]) -> Figure:
         }
         scale = results["gradient and loss bytes"]
         sent = [entry["collective bytes"] / scale for entry in programs.values()]
-        sent_axes.plot(counts, sent, **style)
+        sent_axes.plot(counts[1:], sent[1:], **style)  # one device sends nothing anywhere
         flops_axes.plot(counts, [*against_one(programs, "flops").values()], **style)
         temp = [entry["temp bytes"] / 2**20 for entry in programs.values()]
         memory_axes.plot(counts, temp, **style)
@@ -199,8 +192,7 @@ def plot(results: dict[str, Any]) -> Figure:
         axes.set_xlabel("devices")
         tidy(axes)
     for axes in (sent_axes, flops_axes):
-        axes.set_ylim(0, None)
-        axes.margins(y=0.2)
+        axes.set_ylim(0, 1.25 * max(1, *axes.dataLim.intervaly))
     memory_axes.set_yscale("log", base=2)
     memory_axes.yaxis.set_major_formatter(ScalarFormatter())
     memory_axes.legend(frameon=False)

@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 Batch = tuple[np.ndarray, np.ndarray]
-IMAGES = 512
-SEQUENCES, LENGTH, VOCABULARY, WIDTH = 16, 64, 64, 64
+IMAGES = 2048
+SEQUENCES, LENGTH, VOCABULARY, WIDTH = 32, 64, 64, 64
 
 
 class CNN(nnx.Module):
@@ -111,7 +111,7 @@ MODELS: dict[str, tuple[Callable[[nnx.Rngs], nnx.Module], Callable[..., Batch]]]
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    rounds, calls = (4, 2) if quick else (60, 4)
+    rounds, calls = (4, 2) if quick else (50, 3)
     models = {name: measure_model(name, rounds, calls) for name in MODELS}
     return {"rounds": rounds, "calls": calls, "models": models}
 
@@ -153,7 +153,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     out = Table(
         title="Steps that compute: median milliseconds, and times the recipe (95% interval)"
     )
-    out.add_column("")
+    out.add_column("", no_wrap=True)
     for name in results["models"]:
         out.add_column(name, justify="right")
         out.add_column("", justify="right")
