@@ -28,17 +28,9 @@ from nnx_dp._outputs import check_out_reduce
 from nnx_dp._per_device import StepOptions, padded_output_axes
 from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
 from nnx_dp._prefetch import Prefetch
-from nnx_dp._processes import (
-    Agreement,
-    check_arrays,
-    check_state,
-    fingerprint,
-    processes_along,
-    spans_processes,
-    whole_shape,
-)
+from nnx_dp._processes import spans_processes
 from nnx_dp._repeat import Call, Repeats, trace_modes
-from nnx_dp._roles import INFER, BoundCall, bind_call, is_array, is_state, shape_of
+from nnx_dp._roles import INFER, BoundCall, bind_call, is_state, shape_of
 from nnx_dp._state_placement import check_whole, state_placements
 from nnx_dp._state_reduce import parse_rules
 from nnx_dp._strategies._interface import Launch, Signature
@@ -46,6 +38,7 @@ from nnx_dp._strategies.auto import choose
 from nnx_dp._strategies.jit import compile_jit
 from nnx_dp._strategies.pmap import compile_pmap
 from nnx_dp._strategies.shard_map import compile_replicated, compile_shard_map
+from nnx_dp._together import Together
 from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, pad, refuse, unpad
 from nnx_dp._verify import Oracle, ShardCheck
 
@@ -108,7 +101,8 @@ class DataParallel(Generic[P, R]):
             call = Call(self.__wrapped__, args, kwargs)
             found = self._repeats.find(call) if current() is None else None
             if self._options.check and spans_processes(self.mesh):
-                self._agree(call, found is not None, args, kwargs)
+                bind = functools.partial(self._bind, args, kwargs)
+                self._together.agree(call, bind, repeated=found is not None)
             if found is None:
                 output = self._first(call, args, kwargs)
             else:
@@ -180,57 +174,22 @@ class DataParallel(Generic[P, R]):
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[BoundCall, StateLeaves, Launch]:
         bound = self._bind(args, kwargs)
-        whole = bound
         if spans_processes(self.mesh):
-            whole = self._whole(bound)
-            self._check_divides(bound, whole)
-            how = self._settings.strategy
+            if self._settings.verify:
+                raise ValueError(
+                    f"data_parallel({self._name}): verify=True runs the whole batch on one device, "
+                    f"and here {jax.process_count()} processes have a part each. Verify in one "
+                    "process."
+                )
+            whole, how = self._together.whole_call(bound), self._settings.strategy
         else:
-            how = self._even_out(bound, batch_size(bound, self._name))
+            whole, how = bound, self._even_out(bound, batch_size(bound, self._name))
         state = StateLeaves(bound.nodes, bound.node_paths())
         return bound, state, self._launch(bound, whole, state, how)
 
-    def _whole(self, bound: BoundCall) -> BoundCall:
-        """Returns a call with the shapes of all processes' parts of the batch together."""
-        parts = processes_along(self.mesh, self._options.axis_name)
-        pairs = zip(bound.arrays, bound.array_arguments(), strict=True)
-        shapes = [whole_shape(array, argument.axis, parts) for array, argument in pairs]
-        return dataclasses.replace(bound, arrays=shapes)
-
-    def _check_divides(self, bound: BoundCall, whole: BoundCall) -> None:
-        size, devices = batch_size(whole, self._name), self.mesh.shape[self._options.axis_name]
-        if self._settings.verify:
-            raise ValueError(
-                f"data_parallel({self._name}): verify=True runs the whole batch on one device, and "
-                f"here {jax.process_count()} processes have a part each. Verify in one process."
-            )
-        if size % devices:
-            where = next(a for a in bound.array_arguments() if a.axis is not None)
-            raise ValueError(
-                f"data_parallel({self._name}): {where.path} has {size} examples in "
-                f"{jax.process_count()} processes together, which {devices} devices do not divide. "
-                "In several processes every device needs the same number of examples: drop or pad "
-                "the last, short batch in the data loader, on all processes alike."
-            )
-
-    def _agree(self, call: Call, repeated: bool, args: Any, kwargs: Any) -> None:
-        """Makes sure that all processes are about to make the same call; see `_processes.py`."""
-        arrays = [list(leaf.shape) for leaf in call.leaves if is_array(leaf)]
-        state = None
-        if not repeated:
-            bound = self._bind(args, kwargs)
-            leaves = StateLeaves(bound.nodes, bound.node_paths())
-            state = [*zip(leaves.paths, map(fingerprint, leaves.leaves), strict=True)]
-        messages = self._agreement.exchange({"arrays": arrays, "state": state})
-        check_state(messages, self._name)
-        if any(message["arrays"] != arrays for message in messages):
-            given = [leaf for leaf in call.leaves if is_array(leaf)]
-            paths = {id(x): a for x, a in self._bind(args, kwargs).located_arrays()}
-            check_arrays(messages, [paths.get(id(x), "an array") for x in given], self._name)
-
     @functools.cached_property
-    def _agreement(self) -> Agreement:
-        return Agreement(self._name)
+    def _together(self) -> Together:
+        return Together(self._name, self.mesh, self._options.axis_name)
 
     def _bind(self, args: Any, kwargs: Any) -> BoundCall:
         if current() is not None:

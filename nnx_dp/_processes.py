@@ -1,30 +1,19 @@
-"""Several processes: what each gives, what it gets back, and that they agree.
+"""Several processes: what each gives, and what it gets back.
 
 The distributed engine is JAX's own.  A mesh that spans processes takes arrays that are global
-already, or each process's own part of the batch; state is made alike in every process.  Before
-every call the processes tell each other, through the coordination service and not through the
-devices, what they are about to do: a process that would do something else must be an error on all
-of them, since a program that waits for the others cannot be stopped.
+already, or each process's own part of the batch; state is made alike in every process.
 """
 
 from __future__ import annotations
 
-import collections
-import json
-import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_dp._roles import is_key, shape_of
-
-_TIMEOUT = 600_000
-"""Milliseconds that a process waits for the others at a call; they may be saving, or compiling."""
 
 
 def local(tree: Any) -> Any:
@@ -114,75 +103,3 @@ def processes_along(mesh: Mesh, axis_name: str) -> int:
     """Returns into how many parts the processes cut a mesh axis."""
     own = mesh.local_mesh.shape[axis_name]
     return mesh.shape[axis_name] // own
-
-
-class Agreement:
-    """Tells the other processes what this one is about to do, call by call."""
-
-    def __init__(self, name: str):
-        # The n-th step of a name is the same step in every process.
-        _made[name] += 1
-        self._name = f"nnx_dp/{name}/{_made[name]}"
-        self._calls = 0
-
-    def exchange(self, message: Any) -> list[Any]:
-        """Returns the message of every process, in order of their indices."""
-        client = distributed.global_state.client
-        assert client is not None
-        self._calls += 1
-        place = f"{self._name}/{self._calls}"
-        client.key_value_set(f"{place}/{jax.process_index()}", json.dumps(message))
-        client.wait_at_barrier(f"{place}/barrier", _TIMEOUT)
-        told = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(place)}
-        if jax.process_index() == 0 and self._calls > 1:
-            client.key_value_delete(f"{self._name}/{self._calls - 1}/")
-        return [json.loads(told[index]) for index in sorted(told)]
-
-
-_made: collections.Counter[str] = collections.Counter()
-
-
-def fingerprint(leaf: Any) -> int:
-    """Returns a checksum of an array's bytes; 0 for one that the processes share already."""
-    if is_global(leaf):
-        return 0
-    if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    value = np.ascontiguousarray(np.asarray(leaf))
-    return zlib.crc32(value.tobytes(), zlib.crc32(str((value.shape, value.dtype)).encode()))
-
-
-def check_arrays(messages: Sequence[Any], paths: Sequence[str], step: str) -> None:
-    """Raises ValueError, on every process, if they are about to give arrays of other shapes."""
-    first = messages[0]["arrays"]
-    for other, message in enumerate(messages):
-        for path, mine, theirs in zip(paths, first, message["arrays"], strict=False):
-            if mine != theirs:
-                raise ValueError(
-                    f"data_parallel({step}): {path} has shape {tuple(mine)} in process 0 and "
-                    f"{tuple(theirs)} in process {other}. Every process gives its own part of the "
-                    "batch, and all parts have one shape: drop or pad the last, short batch on all "
-                    "processes alike."
-                )
-        if len(first) != len(message["arrays"]):
-            raise ValueError(
-                f"data_parallel({step}): process 0 gives {len(first)} arrays and process {other} "
-                f"gives {len(message['arrays'])}. Every process makes the same calls."
-            )
-
-
-def check_state(messages: Sequence[Any], step: str) -> None:
-    """Raises ValueError, on every process, if the state of one is not that of the others."""
-    first = messages[0]["state"]
-    for other, message in enumerate(messages):
-        if first is None or message["state"] is None:
-            continue
-        mine, theirs = dict(map(tuple, first)), dict(map(tuple, message["state"]))
-        differing = [path for path in [*mine, *theirs] if mine.get(path) != theirs.get(path)]
-        if differing:
-            path = differing[0]
-            raise ValueError(
-                f"data_parallel({step}): {path} differs between process 0 and process {other} "
-                "before the first step. State has to be made alike in every process: with the same "
-                "seed, or from the same checkpoint."
-            )

@@ -15,6 +15,11 @@ STRATEGIES = ("jit", "shard_map", "pmap")
 PER_DEVICE = ("shard_map", "pmap")
 
 
+def in_turns(cases):
+    """Pairs every case with "jit" and, in turns, with one of the strategies that share a body."""
+    return [(case, s) for i, case in enumerate(cases) for s in ("jit", PER_DEVICE[i % 2])]
+
+
 def regression(rows=8, seed=0, features=3):
     """A batch whose rows, and so whose shards, differ in scale: no device's mean is another's."""
     random = np.random.default_rng(seed)

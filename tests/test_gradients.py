@@ -14,6 +14,7 @@ from oracle import (
     STRATEGIES,
     assert_same,
     check_against_one_device,
+    in_turns,
     linear,
     regression,
     train_step,
@@ -378,8 +379,7 @@ def check(step, strategy, *, devices=3, make=lambda: Net(nnx.Rngs(0))):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "strategy"), in_turns(STEPS))
 def test_gradient_is_that_of_one_device(name, strategy):
     check(STEPS[name], strategy)
 

@@ -199,7 +199,7 @@ def test_no_change_of_a_graph_goes_unnoticed(name):
     check_mutations([name])
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.sampled_from(sorted(MUTATIONS)), min_size=2, max_size=5))
 def test_changes_of_a_graph_one_after_the_other(names):
     check_mutations(names)
