@@ -4,7 +4,7 @@
 three small classes of Flax.  On entry, `hook` passes the differentiated leaves through an identity
 whose backward pass binds `grad_sync_p`; on return, the loss passes through `loss_p`.  Both are
 ordinary JAX primitives, so they can be found in a jaxpr: that is how `_replication.py` learns
-which gradients belong to replicated state and `_reduction_kind.py` what each loss is.
+which gradients belong to replicated state and `_kinds` what each loss is.
 
 Why a mean is right for replicated state: on each device the backward pass computes the derivative
 of the *sum over devices* of the per-device losses with respect to that device's copy, because the
@@ -12,7 +12,7 @@ transpose of a psum is a psum.  For a loss that is a mean over examples the glob
 of the per-device ones, so the mean over devices of these derivatives is its gradient.  For a sum
 over examples it is their sum.  A loss that is equal on all devices already is one with a mean.
 
-This is the only file that touches the internals of Flax, and of JAX's autodiff.
+This is the only file that changes what Flax does, and that touches JAX's autodiff.
 """
 
 from __future__ import annotations
