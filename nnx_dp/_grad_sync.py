@@ -12,7 +12,7 @@ transpose of a psum is a psum.  For a loss that is a mean over examples the glob
 of the per-device ones, so the mean over devices of these derivatives is its gradient.  For a sum
 over examples it is their sum.  A loss that is equal on all devices already is one with a mean.
 
-This is the only file that changes what Flax does, and that touches JAX's autodiff.
+This is the only file that touches the autodiff of Flax and of JAX.
 """
 
 from __future__ import annotations
