@@ -124,7 +124,12 @@ def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDty
     )
 
 
+_PLAIN = frozenset({tuple, list, dict, np.ndarray, bool, int, float, str, type(None)})
+
+
 def is_state(value: Any) -> bool:
+    if type(value) in _PLAIN:  # asked of every argument at every call, so answered fast
+        return False
     return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
 
 
