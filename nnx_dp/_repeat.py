@@ -139,6 +139,8 @@ class Repeat:
         ]
         self._node_paths = bound.node_paths()
         self._snapshot = Snapshot(bound.nodes)
+        if not _same_objects(self._snapshot.variables, state.variables):
+            raise Unwatchable("state that is not its Variables, each with one array")
         self._first_nodes = list(bound.nodes)
         self._shapes = [_shape(leaf) for leaf in state.leaves]
         # The type and the sharding of each array as the step left it: the same objects call by
@@ -195,7 +197,8 @@ class Repeat:
                 self._check_alive(call, state)
             raise
         self._snapshot.write(leaves[:count])
-        if not as_left:
+        # A step may leave another dtype or shape behind: that is another signature.
+        if not as_left and [*map(_shape, leaves[:count])] == self._shapes:
             self._avals = [*map(_aval, leaves[:count])]
             self._shardings = [*map(_sharding, leaves[:count])]
         return self._output.read(leaves)
@@ -210,9 +213,13 @@ class Repeat:
             return False
 
     def _check_alive(self, call: Call, values: Sequence[Any]) -> None:
-        if any(value.is_deleted() for value in values):
+        if any(isinstance(value, jax.Array) and value.is_deleted() for value in values):
             nodes = [source.take(call.leaves) for source in self._nodes]
             StateLeaves(nodes, self._node_paths).check_alive()
+
+
+def _same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +247,14 @@ def _recogniser(leaf: Any, role: Role) -> Callable[[Any], bool]:
     """Returns a test for whether a leaf of another call is served by the same compilation."""
     if isinstance(leaf, nnx.Variable):
         return lambda other: other is leaf
-    if role is Role.STATE:
-        node = weakref.ref(leaf)
+    try:
+        node = weakref.ref(leaf) if role is Role.STATE else None
+        known, hashed = Static(leaf), hash(leaf) if role is Role.STATIC else 0
+    except TypeError as error:
+        raise Unwatchable(f"a {type(leaf).__name__}") from error
+    if node is not None:
         return lambda other: node() is other
     if role is Role.STATIC:
-        known, hashed = Static(leaf), hash(leaf)
         return lambda other: Static(other) == known and hash(other) == hashed
     kind, shape = type(leaf), _shape(leaf)
     return lambda other: type(other) is kind and _shape(other) == shape

@@ -130,6 +130,25 @@ def test_donation_spares_what_the_caller_put_in(strategy):
 
 
 @every_strategy
+def test_donation_spares_what_a_step_returned(strategy):
+    """An output is the caller's, even if it is a parameter, or is put into the state again."""
+
+    def step(model, optimizer, x, y):
+        train_step(model, optimizer, x, y)
+        return model.kernel[...], jnp.mean(model.kernel[...]) * jnp.ones((3, 1))
+
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4, donate=True)
+    state, outputs, expected = linear(), [], []
+    for _ in range(3):
+        kernel, other = dp_step(*state, X, Y)
+        outputs += [kernel, other]
+        expected += [np.array(kernel), np.array(other)]
+        state[0].kernel[...] = other
+    assert not any(output.is_deleted() for output in outputs)
+    assert_same(outputs, expected)
+
+
+@every_strategy
 def test_fresh_optimizers(strategy):
     """https://github.com/google/flax/issues/5548, google-deepmind/optax/issues/353: recompiles."""
 

@@ -467,6 +467,29 @@ def test_shape_of_state_that_changes():
         assert_same(dp_step(variable, X), X * np.mean(np.arange(size, dtype=np.float32)))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_that_comes_out_with_another_dtype_and_shape(strategy):
+    def step(memory, x):
+        seen = memory.last[...]
+        memory.last.set_raw_value(jnp.mean(x, axis=0).astype(jnp.bfloat16)[: max(1, 3 - seen.size)])
+        return x * jnp.sum(seen.astype(jnp.float32))
+
+    class Memory(nnx.Module):
+        def __init__(self):
+            self.last = nnx.Cache(jnp.ones(2))
+
+    options = dict(strategy=strategy, devices=2, state_reduce={nnx.Cache: "mean"})
+    dp_step, memory, plain = nnx_dp.data_parallel(step, **options), Memory(), Memory()
+    for seed in range(6):
+        x = regression(seed=seed)[0]
+        assert_same(dp_step(memory, x), step(plain, x), rtol=2e-2)
+        assert_same(memory, plain, rtol=2e-2)
+    # No program was given the shapes of another.
+    programs = [launch.function for launch in dp_step._launches.values()]
+    assert len(programs) == 3
+    assert all(program._cache_size() == 1 for program in programs if strategy != "pmap")
+
+
 def test_plain_arrays_as_attributes_are_carried():
     class Counter(nnx.Module):
         def __init__(self):

@@ -104,7 +104,8 @@ class Launch:
             except Exception as error:
                 check_kept(state_leaves, error)
                 raise
-            self._owned.take(leaves)
+            pairs = zip(leaves, self.structure.leaves, strict=True)
+            self._owned.take([leaf for leaf, known in pairs if known.is_state])
             return leaves
 
     def lower(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Lowered:
