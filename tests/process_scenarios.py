@@ -131,6 +131,12 @@ def disagreements(index, processes, folder):
     return seen
 
 
+def everything(index, processes, folder):
+    """All that two processes can do without dying, in one start of both."""
+    scenarios = (train, global_arrays, random_draws, disagreements)
+    return {scenario.__name__: scenario(index, processes, folder) for scenario in scenarios}
+
+
 def train_and_save(index, processes, folder):
     """Five steps, saved after each with Orbax; goes on from the last checkpoint, if there is one.
 

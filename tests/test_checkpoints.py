@@ -100,7 +100,7 @@ def test_restored_to_another_number_of_devices(before, after, tmp_path):
     assert_same(second, unbroken, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["shard_map", "pmap"])
+@pytest.mark.parametrize("strategy", ["shard_map"])
 def test_per_device_streams_go_on_where_they_were(strategy, tmp_path):
     train_step = decorated(4, strategy)
     unbroken, batches = make_state(), data()

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 from flax import nnx
 from oracle import linear, regression, snapshot, train_step
 from process_scenarios import ROWS, STRATEGIES, make_state, one_process, step
@@ -50,9 +49,25 @@ def run(scenario, processes, folder, timeout=240):
     ]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_training_equals_that_of_one_process(processes, tmp_path):
-    seen = run("train", processes, tmp_path)
+def test_four_processes(tmp_path):
+    check_training(run("train", 4, tmp_path))
+
+
+def test_two_processes(tmp_path):
+    """Starting processes takes longer than what they do: one start for all of it."""
+    seen = run("everything", 2, tmp_path)
+    check_training([of_process["train"] for of_process in seen])
+    check_batches_that_are_global_already([of_process["global_arrays"] for of_process in seen])
+    check_random_draws_differ_between_all_devices_of_all_processes(
+        [of_process["random_draws"] for of_process in seen]
+    )
+    check_disagreement_is_an_error_on_every_process(
+        [of_process["disagreements"] for of_process in seen]
+    )
+
+
+def check_training(seen):
+    processes = len(seen)
     outputs, state = one_process()
     rows = ROWS // processes
     for index, of_process in enumerate(seen):
@@ -71,8 +86,7 @@ def test_training_equals_that_of_one_process(processes, tmp_path):
                 )
 
 
-def test_batches_that_are_global_already(tmp_path):
-    seen = run("global_arrays", 2, tmp_path)
+def check_batches_that_are_global_already(seen):
     plain = linear()
     loss = [train_step(*plain, *regression(ROWS, seed)) for seed in range(2)][-1]
     expected = snapshot(nnx.state(plain))
@@ -84,16 +98,14 @@ def test_batches_that_are_global_already(tmp_path):
                 np.testing.assert_allclose(state[path], value, rtol=1e-5)
 
 
-def test_random_draws_differ_between_all_devices_of_all_processes(tmp_path):
-    seen = run("random_draws", 2, tmp_path)
+def check_random_draws_differ_between_all_devices_of_all_processes(seen):
     for strategy in STRATEGIES:
         rows = [row for masks, _ in (s[strategy] for s in seen) for m in masks for row in m]
         assert len({row.tobytes() for row in rows}) == 2 * ROWS, strategy
         assert [count for _, count in (s[strategy] for s in seen)] == [2, 2]
 
 
-def test_disagreement_is_an_error_on_every_process(tmp_path):
-    seen = run("disagreements", 2, tmp_path)
+def check_disagreement_is_an_error_on_every_process(seen):
     plain = linear()
     expected = [float(train_step(*plain, *regression(ROWS))) for _ in range(2)][-1]
     for of_process in seen:
