@@ -116,7 +116,7 @@ def contenders(layers: int) -> dict[str, Step]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    rounds, calls = (4, 5) if quick else (30, 6)
+    rounds, calls = (4, 5) if quick else (24, 5)
     return {
         "batch": BATCH,
         "width": WIDTH,

@@ -21,7 +21,7 @@ from _measure import COLORS, Goal, Part, progress, tidy
 from _recipes import DATA_PARALLEL, train_step
 from flax import nnx
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, ScalarFormatter
+from matplotlib.ticker import FormatStrFormatter, NullLocator, ScalarFormatter
 from rich.table import Table
 
 import nnx_dp
@@ -194,7 +194,7 @@ def plot(results: dict[str, Any]) -> Figure:
     for axes in (sent_axes, flops_axes):
         axes.set_ylim(0, 1.25 * max(1, *axes.dataLim.intervaly))
     memory_axes.set_yscale("log", base=2)
-    memory_axes.yaxis.set_major_formatter(ScalarFormatter())
+    memory_axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     memory_axes.legend(frameon=False)
     return figure
 
