@@ -224,7 +224,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
         "cpus": os.cpu_count(),
-        "load average": os.getloadavg()[0],  # near 1: only the benchmark itself
+        "load average": os.getloadavg()[0],  # at the end; well above 2, others were at work
         "devices": len(devices),
         "device_kind": devices[0].device_kind,
     }

@@ -23,6 +23,7 @@ DEVICES = 2
 
 DATA_PARALLEL = {name: f'data_parallel("{name}")' for name in ("jit", "shard_map", "pmap")}
 RECIPE = "nnx.jit + NamedSharding"
+CACHED = "nnx.cached_partial"
 FLOOR = "jax.jit, flat leaves"
 
 State = Sequence[Any]

@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from _measure import Goal, Part, draw_bars, make_mesh, shardings, take_turns, version
 from _recipes import (
+    CACHED,
     DATA_PARALLEL,
     DEVICES,
     FLOOR,
@@ -46,7 +47,7 @@ from rich.table import Table
 from nnx_dp._snapshot import Snapshot
 
 LAYERS, BATCH, WIDTH = (4, 32, 128), 8, 8
-CACHED, SHARD_MAP, PMAP = "nnx.cached_partial", "nnx.jit(nnx.shard_map)", "nnx.pmap"
+SHARD_MAP, PMAP = "nnx.jit(nnx.shard_map)", "nnx.pmap"
 EQUINOX = "eqx.filter_jit + filter_shard"
 
 
