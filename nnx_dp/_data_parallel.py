@@ -291,7 +291,7 @@ class DataParallel(Generic[P, R]):
         if self._calls % (self._settings.check_every or 1) != 0:
             return
         found = self._repeats.find(Call(self.__wrapped__, args, kwargs))
-        if found is None or not self._shard_check.agree(found[1]):
+        if found is None or not self._shard_check.agree(found[1].state):
             bound = self._bind(args, kwargs)
             self._shard_check(StateLeaves(bound.nodes, bound.node_paths()))
 

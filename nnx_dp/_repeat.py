@@ -12,7 +12,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -55,6 +55,18 @@ def trace_modes() -> tuple[Any, ...]:
     )
 
 
+class Found(NamedTuple):
+    """The state of a call that repeats an earlier one.
+
+    Attributes:
+      state: its arrays.
+      as_left: whether they are of the types, and where, the last run of the step left its own.
+    """
+
+    state: list[Any]
+    as_left: bool
+
+
 class Repeats:
     """The calls that one decorated step can repeat, the latest first."""
 
@@ -63,16 +75,16 @@ class Repeats:
         self._unused = 0
         self._last_nodes: tuple[int, ...] = ()
 
-    def find(self, call: Call) -> tuple[Repeat, list[Any]] | None:
-        """Returns the earlier call that this one repeats and its state's arrays; None if none."""
+    def find(self, call: Call) -> tuple[Repeat, Found] | None:
+        """Returns the earlier call that this one repeats and its state; None if there is none."""
         for index, repeat in enumerate(self._repeats):
-            state = repeat.matched(call)
-            if state is not None:
+            found = repeat.matched(call)
+            if found is not None:
                 self._unused = 0
                 if index:
                     rest = (known for known in self._repeats if known is not repeat)
                     self._repeats = (repeat, *rest)
-                return repeat, state
+                return repeat, found
         return None
 
     def open(
@@ -143,8 +155,8 @@ class Repeat:
             raise Unwatchable("state that is not its Variables, each with one array")
         self._first_nodes = list(bound.nodes)
         self._shapes = [_shape(leaf) for leaf in state.leaves]
-        # The type and the sharding of each array as the step left it: the same objects call by
-        # call, so that one look shows that the array is in place and of the right shape.
+        # The type and the sharding of each array as the step left it: mostly the same objects call
+        # by call, so that one look shows that the array is in place and of the right shape.
         self._avals: list[Any] = [None] * len(state.leaves)
         self._shardings: list[Any] = [None] * len(state.leaves)
 
@@ -166,8 +178,8 @@ class Repeat:
         self._releases = [weakref.ref(node, lambda _: forget(self)) for node in released_with]
         return True
 
-    def matched(self, call: Call) -> list[Any] | None:
-        """Returns the arrays of the state if a call is this one again, else None."""
+    def matched(self, call: Call) -> Found | None:
+        """Returns the state if a call is this one again, else None."""
         leaves = call.leaves
         if (
             call.function is not self._function
@@ -179,15 +191,16 @@ class Repeat:
         ):
             return None
         state = self._snapshot.read()
-        same_shapes = self._as_left(state) or [_shape(leaf) for leaf in state] == self._shapes
-        return state if same_shapes else None
+        as_left = self._as_left(state)
+        same_shapes = as_left or [*map(_shape, state)] == self._shapes
+        return Found(state, as_left) if same_shapes else None
 
-    def run(self, call: Call, state: list[Any]) -> Any:
+    def run(self, call: Call, found: Found) -> Any:
         """Makes the call: updates its objects in place and returns the step's output."""
+        state, as_left = found.state, found.as_left
         launch, count = self._launch, len(state)
         if launch.donate:
             self._check_alive(call, state)
-        as_left = self._as_left(state)
         if not as_left:
             state = launch.place_state(state)
         try:
@@ -206,8 +219,9 @@ class Repeat:
     def _as_left(self, state: Sequence[Any]) -> bool:
         """Whether the arrays are of the types, and where, the last run of the step left its own."""
         try:
-            return all(map(is_, map(_aval, state), self._avals)) and all(
-                map(is_, map(_sharding, state), self._shardings)
+            # Lists compare by identity first; a typed key makes these anew whenever it is asked.
+            return [*map(_aval, state)] == self._avals and (
+                [*map(_sharding, state)] == self._shardings
             )
         except AttributeError:
             return False

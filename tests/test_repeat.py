@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oracle import STRATEGIES, assert_same, linear, refused, regression, train_step
 
 import nnx_dp
+from nnx_dp._strategies._interface import Launch
 
 X, Y = regression()
 
@@ -228,6 +229,19 @@ def test_second_call_goes_the_short_way(strategy, monkeypatch):
         assert_same(dp_step(*state, x, y), train_step(*plain, x, y))
         assert_same(state, plain)
     assert len(counted) == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_that_is_in_place_is_not_placed_again(strategy, monkeypatch):
+    placed, original = [], Launch.place_state
+    monkeypatch.setattr(
+        Launch, "place_state", lambda self, leaves: placed.append(1) or original(self, leaves)
+    )
+    dp_step = nnx_dp.data_parallel(lambda model, x: model(x), strategy=strategy, devices=2)
+    model = nnx.Dropout(0.0, rngs=nnx.Rngs(0))  # holds a typed key and a count
+    for _ in range(5):
+        assert_same(dp_step(model, X), X)
+    assert len(placed) == 2, "at the first call, and to see where the step leaves its state"
 
 
 def test_train_and_eval_take_turns_without_being_taken_apart_again(monkeypatch):
