@@ -157,10 +157,10 @@ def _on_each_device(
     signature = Signature(
         local.abstract(), state.abstract(), mesh, (), StepOptions(axis_name=context.axis_name)
     )
-    if any(size % (signature.devices * task.microbatches) for _, size in _sizes(bound)):
+    if any(size % (signature.devices * task.microbatches) for _, size in bound.batch_sizes()):
         return None
     try:
-        mapped, _, structures, plan = shard_mapped(signature)
+        mapped, structures, plan = shard_mapped(signature)
     except Exception:
         return None
     if plan.drew:
@@ -171,10 +171,9 @@ def _on_each_device(
 
 def _scanned(bound: BoundCall, state: StateLeaves, task: _Task, context: StepContext) -> Any:
     """Takes the gradient of one microbatch after the other and adds up."""
-    arguments = bound.array_arguments()
     pieces = [
         _cut(array, task.microbatches) if argument.axis is not None else None
-        for argument, array in zip(arguments, bound.arrays, strict=True)
+        for argument, array in bound.located_arrays()
     ]
     gradients_form: list[Any] = []
     structures: list[OutStructure] = []
@@ -283,17 +282,9 @@ def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _sizes(bound: BoundCall) -> list[tuple[str, int]]:
-    return [
-        (argument.path, array.shape[argument.axis])
-        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
-        if argument.axis is not None
-    ]
-
-
 def _check_batch(bound: BoundCall, task: _Task) -> None:
-    sizes = _sizes(bound)
-    told = ", ".join(f"{path} has {size}" for path, size in sizes)
+    sizes = bound.batch_sizes()
+    told = ", ".join(f"{argument.path} has {size}" for argument, size in sizes)
     if not sizes:
         raise ValueError(
             f"accumulate(microbatches={task.microbatches}) found no batch among the arguments: no "

@@ -148,9 +148,7 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
 
 def _shapes_note(bound: BoundCall, devices: int) -> str:
     argument, array = next(
-        (argument, array)
-        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
-        if argument.axis is not None
+        (argument, array) for argument, array in bound.located_arrays() if argument.axis is not None
     )
     whole, local = array.shape, _shard_shape(array, argument.axis, devices, 1).shape
     return (
@@ -186,11 +184,7 @@ def _compare(
     through_collectives: bool = True,
 ) -> _Comparison:
     """Traces the step at the global shapes and compares."""
-    smallest = min(
-        array.shape[argument.axis] // devices
-        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
-        if argument.axis is not None
-    )
+    smallest = min(size // devices for _, size in bound.batch_sizes())
     try:
         if smallest == 1:
             # Axes of size one broadcast: the step would do other operations than on a larger

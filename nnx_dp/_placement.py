@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_dp._processes import is_global, make_global
+from nnx_dp._processes import is_global, make_global, spans_processes
 from nnx_dp._roles import is_array, is_state
 
 Devices = int | Sequence[Any] | None
@@ -127,7 +127,7 @@ def put_all(
         for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
         if not _in_place(leaf, sharding)
     ]
-    if elsewhere and jax.process_count() > 1 and shardings[0].mesh.is_multi_process:
+    if elsewhere and spans_processes(shardings[0].mesh):
         for index in elsewhere:
             # A Python number stays weakly typed as it is, and goes to every device.
             if is_array(out[index]) and not is_global(out[index]):

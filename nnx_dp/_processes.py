@@ -6,12 +6,13 @@ already, or each process's own part of the batch; state is made alike in every p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from nnx_dp._roles import is_key, shape_of
 
@@ -43,9 +44,7 @@ def _local_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return leaf
     if is_key(leaf):
-        return jax.random.wrap_key_data(
-            _local_leaf(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf)
-        )
+        return _on_key_data(_local_leaf, leaf)
     # One shard of each part: a device of another mesh axis may hold the same rows.
     parts = {_starts(shard.index): shard for shard in leaf.addressable_shards}
     ordered = [np.asarray(parts[start].data) for start in sorted(parts)]
@@ -60,7 +59,7 @@ def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(part.start or 0 for part in index)
 
 
-def spans_processes(mesh: Mesh) -> bool:
+def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
     return jax.process_count() > 1 and mesh.is_multi_process
 
 
@@ -72,8 +71,7 @@ def is_global(leaf: Any) -> bool:
 def make_global(leaf: Any, sharding: NamedSharding, *, whole: bool) -> jax.Array:
     """Makes a global array of what each process has: its own part, or the whole of it."""
     if is_key(leaf):
-        data = make_global(jax.random.key_data(leaf), sharding, whole=whole)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return _on_key_data(lambda data: make_global(data, sharding, whole=whole), leaf)
     value = np.asarray(leaf)
     if whole:
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
@@ -83,11 +81,15 @@ def make_global(leaf: Any, sharding: NamedSharding, *, whole: bool) -> jax.Array
 def regroup(leaf: jax.Array, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
     """Takes the shards that this process has of an array as shards of another, without a copy."""
     if is_key(leaf):
-        data = jax.random.key_data(leaf)
-        data = regroup(data, sharding, (*shape, *data.shape[leaf.ndim :]))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        key = leaf.ndim
+        return _on_key_data(lambda d: regroup(d, sharding, (*shape, *d.shape[key:])), leaf)
     shards = [shard.data for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _on_key_data(act: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
+    """Does to typed keys what can be done to their data only."""
+    return jax.random.wrap_key_data(act(jax.random.key_data(keys)), impl=jax.random.key_impl(keys))
 
 
 def whole_shape(leaf: Any, axis: int | None, processes: int) -> jax.ShapeDtypeStruct:

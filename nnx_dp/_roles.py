@@ -91,10 +91,17 @@ class BoundCall:
     def array_arguments(self) -> list[Argument]:
         return [a for a in self.arguments if a.role in (Role.BATCH, Role.REPLICATED)]
 
-    def located_arrays(self) -> list[tuple[Any, str]]:
-        """Returns the arrays, each with its path."""
-        paths = [argument.path for argument in self.array_arguments()]
-        return list(zip(self.arrays, paths, strict=True))
+    def located_arrays(self) -> list[tuple[Argument, Any]]:
+        """Returns the arrays, each with what it is."""
+        return list(zip(self.array_arguments(), self.arrays, strict=True))
+
+    def batch_sizes(self) -> list[tuple[Argument, int]]:
+        """Returns what is split over the devices, each with its number of examples."""
+        return [
+            (argument, array.shape[argument.axis])
+            for argument, array in self.located_arrays()
+            if argument.axis is not None
+        ]
 
     def abstract(self) -> BoundCall:
         """Returns the call's structure alone: it keeps none of the caller's objects alive."""

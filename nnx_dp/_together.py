@@ -43,12 +43,13 @@ class Together:
           ValueError: if the devices do not divide the batch.
         """
         parts = processes_along(self._mesh, self._axis_name)
-        pairs = zip(bound.arrays, bound.array_arguments(), strict=True)
-        shapes = [whole_shape(array, argument.axis, parts) for array, argument in pairs]
+        shapes = [
+            whole_shape(array, argument.axis, parts) for argument, array in bound.located_arrays()
+        ]
         whole = dataclasses.replace(bound, arrays=shapes)
         size, devices = batch_size(whole, self._step), self._mesh.shape[self._axis_name]
         if size % devices:
-            where = next(a for a in bound.array_arguments() if a.axis is not None)
+            where, _ = bound.batch_sizes()[0]
             raise ValueError(
                 f"data_parallel({self._step}): {where.path} has {size} examples in "
                 f"{jax.process_count()} processes together, which {devices} devices do not divide. "
@@ -79,7 +80,7 @@ class Together:
         messages = self._agreement.exchange({"arrays": arrays, "state": state})
         _check_state(messages, self._step)
         if any(message["arrays"] != arrays for message in messages):
-            paths = {id(array): path for array, path in bind().located_arrays()}
+            paths = {id(array): argument.path for argument, array in bind().located_arrays()}
             _check_arrays(messages, [paths.get(id(x), "an array") for x in given], self._step)
 
 

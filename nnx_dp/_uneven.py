@@ -19,11 +19,7 @@ def batch_size(bound: BoundCall, step: str) -> int:
     Raises:
       ValueError: if there is no batch, it is empty, or its arrays disagree on its size.
     """
-    split = [
-        (argument, array.shape[argument.axis])
-        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
-        if argument.axis is not None
-    ]
+    split = bound.batch_sizes()
     if not split:
         others = [a.path for a in bound.arguments]
         raise ValueError(
@@ -47,7 +43,7 @@ def batch_size(bound: BoundCall, step: str) -> int:
 
 def refuse(bound: BoundCall, size: int, devices: int, step: str, strategy: str) -> ValueError:
     """Returns the error for a batch that does not divide and may not be bent to."""
-    where = next(a for a in bound.array_arguments() if a.axis is not None)
+    where, _ = bound.batch_sizes()[0]
     fewer, more = size - size % devices, size + devices - size % devices
     nearest = f"{fewer} or {more}" if fewer else str(more)
     return ValueError(
@@ -97,7 +93,7 @@ def unpad(leaves: list[Any], axes: Sequence[int | None] | None, size: int | None
 def _resize(bound: BoundCall, change: Any) -> None:
     bound.arrays = [
         array if argument.axis is None else change(array, argument.axis)
-        for argument, array in zip(bound.array_arguments(), bound.arrays, strict=True)
+        for argument, array in bound.located_arrays()
     ]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_dp._graph import StateLeaves, flatten_output, numbers_as_arrays
-from nnx_dp._roles import BoundCall, is_state
+from nnx_dp._roles import BoundCall, is_key, is_state
 from nnx_dp._uneven import unpad
 
 _TOLERANCE = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
@@ -51,7 +51,7 @@ def assert_replicated(tree: Any) -> None:
 def _assert_leaf(path: str, leaf: Any) -> None:
     if not isinstance(leaf, jax.Array):
         return
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not leaf.sharding.is_fully_replicated:
         raise AssertionError(
@@ -107,7 +107,7 @@ def _is_everywhere(leaf: Any) -> bool:
 
 def _hash(leaf: jax.Array) -> jax.Array:
     """A sum of the array's bits in which every position has its own odd weight, modulo 2**32."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if jnp.iscomplexobj(leaf):
         return _hash(leaf.real) * jnp.uint32(3) + _hash(leaf.imag)
@@ -169,7 +169,7 @@ class Oracle:
 
 
 def _on(leaf: Any, device: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and not is_key(leaf):
         return jax.device_put(np.asarray(leaf), device)
     return jax.device_put(leaf, device)
 
@@ -193,6 +193,6 @@ def _difference(got: Any, want: Any, *, values: bool, least: float) -> str:
 
 
 def _to_numpy(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)

@@ -61,15 +61,17 @@ def restore(path, state, batches):
 
 
 def as_saved(pure):
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, pure)
 
 
 def as_state(saved, like):
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(
         lambda x, old: jax.random.wrap_key_data(x) if is_key(old) else x, saved, like
     )
+
+
+def is_key(leaf):
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def run(train_step, state, batches, steps):

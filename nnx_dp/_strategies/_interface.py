@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._per_device import StepOptions
-from nnx_dp._placement import Owned, check_kept, only_mesh, put_all
+from nnx_dp._placement import Owned, check_kept, only_mesh, put_all, replicated, sharded
 from nnx_dp._roles import Argument, BoundCall
 
 
@@ -45,6 +45,20 @@ class Signature:
     @property
     def arguments(self) -> list[Argument]:
         return self.bound.array_arguments()
+
+    @property
+    def array_placements(self) -> list[NamedSharding]:
+        """Where each array of the call is wanted: split over the devices, or whole on each."""
+        whole, axis_name = replicated(self.mesh), self.options.axis_name
+        return [
+            whole if argument.axis is None else sharded(self.mesh, axis_name, argument.axis)
+            for argument in self.arguments
+        ]
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """For a function `(state leaves, arrays)`."""
+        return (0,) if self.donate else ()
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,7 @@ import jax
 
 from nnx_dp._context import StepContext, entered
 from nnx_dp._graph import OutStructure, flatten_call
-from nnx_dp._placement import replicated, sharded
+from nnx_dp._placement import replicated
 from nnx_dp._strategies._interface import Launch, Signature
 
 
@@ -21,18 +21,12 @@ def compile_jit(signature: Signature) -> Launch:
     """Compiles a signature at its first launch; see `Launch`."""
     mesh, axis_name = signature.mesh, signature.options.axis_name
     whole = replicated(mesh)
-    split = [
-        None if argument.axis is None else sharded(mesh, axis_name, argument.axis)
-        for argument in signature.arguments
-    ]
+    split = signature.array_placements
     uneven = [
         argument.axis is not None and array.shape[argument.axis] % signature.devices != 0
-        for argument, array in zip(signature.arguments, signature.bound.arrays, strict=True)
+        for argument, array in signature.bound.located_arrays()
     ]
-    placements = [
-        whole if sharding is None or odd else sharding
-        for sharding, odd in zip(split, uneven, strict=True)
-    ]
+    placements = [whole if odd else sharding for sharding, odd in zip(split, uneven, strict=True)]
     context = StepContext(
         mode="global",
         axis_name=axis_name,
@@ -63,7 +57,7 @@ def compile_jit(signature: Signature) -> Launch:
             for leaf, value in zip(structures[-1].leaves, leaves, strict=True)
         ]
 
-    jitted = jax.jit(function, donate_argnums=(0,) if signature.donate else ())
+    jitted = jax.jit(function, donate_argnums=signature.donate_argnums)
     return Launch(
         jitted,
         structures,

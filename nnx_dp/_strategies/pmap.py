@@ -41,7 +41,7 @@ def compile_pmap(signature: Signature) -> Launch:
         in_axes=(None, tuple(array_axes)),
         out_axes=tuple(out_axes),
         devices=tuple(signature.mesh.devices.flat),
-        donate_argnums=(0,) if signature.donate else (),
+        donate_argnums=signature.donate_argnums,
         # In several processes JAX hashes the axes, and nnx.pmap has lists of them in tree mode.
         graph=processes,
         graph_updates=processes,
@@ -79,15 +79,11 @@ def compile_pmap(signature: Signature) -> Launch:
             for leaf, axis in zip(leaves, out_axes, strict=True)
         ]
 
-    whole = replicated(signature.mesh)
-    placements = [
-        whole if axis is None else sharded(signature.mesh, axis_name, axis) for axis in array_axes
-    ]
     return PmapLaunch(
         function,
         structures,
         signature.state_placements,
-        placements,
+        signature.array_placements,
         mesh=None,
         donate=signature.donate,
         drew=plan.drew,

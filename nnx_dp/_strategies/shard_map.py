@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_dp._context import StepContext, entered
@@ -24,12 +24,12 @@ from nnx_dp._strategies._interface import Launch, Signature
 def compile_shard_map(signature: Signature) -> Launch:
     """Plans a signature now and compiles it at its first launch; see `Launch`."""
     mesh = signature.mesh
-    mapped, placements, structures, plan = shard_mapped(signature)
+    mapped, structures, plan = shard_mapped(signature)
     return Launch(
-        jax.jit(mapped, donate_argnums=(0,) if signature.donate else ()),
+        jax.jit(mapped, donate_argnums=signature.donate_argnums),
         structures,
         signature.state_placements,
-        placements,
+        signature.array_placements,
         mesh,
         donate=signature.donate,
         drew=plan.drew,
@@ -39,21 +39,18 @@ def compile_shard_map(signature: Signature) -> Launch:
 
 def shard_mapped(
     signature: Signature,
-) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[OutStructure], Plan]:
+) -> tuple[Callable[..., list[Any]], list[OutStructure], Plan]:
     """Plans a signature and maps it over the devices.
 
     Returns:
-      The mapped function, `(state leaves, arrays) -> leaves`; where it wants the arrays; a list
-      that is told, at each trace, what the step leaves behind; and the plan.
+      The mapped function, `(state leaves, arrays) -> leaves`; a list that is told, at each trace,
+      what the step leaves behind; and the plan.
     """
     mesh, axis_name = signature.mesh, signature.options.axis_name
     plan = make_plan(signature.bound, signature.state, signature.options, signature.devices)
     structures: list[OutStructure] = []
     function = planned_function(signature, plan, structures.append)
-    array_specs = [
-        P() if argument.axis is None else spec(axis_name, argument.axis)
-        for argument in signature.arguments
-    ]
+    array_specs = [placement.spec for placement in signature.array_placements]
     mapped = jax.shard_map(
         function,
         mesh=mesh,
@@ -62,7 +59,7 @@ def shard_mapped(
         axis_names={axis_name},
         check_vma=False,
     )
-    return mapped, [NamedSharding(mesh, spec) for spec in array_specs], structures, plan
+    return mapped, structures, plan
 
 
 def planned_function(
@@ -105,7 +102,7 @@ def compile_replicated(signature: Signature) -> Launch:
 
     flat = flatten_call(bound, state.graphdef, state.treedef, body, structures.append)
     mapped = jax.shard_map(flat, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    jitted = jax.jit(mapped, donate_argnums=(0,) if signature.donate else ())
+    jitted = jax.jit(mapped, donate_argnums=signature.donate_argnums)
     whole = replicated(mesh)
     placements = [whole for _ in signature.arguments]
     everywhere = [whole for _ in signature.state.leaves]
