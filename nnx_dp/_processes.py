@@ -60,7 +60,7 @@ def _starts(index: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
-    return jax.process_count() > 1 and mesh.is_multi_process
+    return jax.process_count() > 1 and bool(mesh.is_multi_process)
 
 
 def is_global(leaf: Any) -> bool:
