@@ -244,6 +244,41 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=120)
 
 
+def ratio_table(
+    title: str,
+    groups: Mapping[str, Mapping[str, Any]],
+    *,
+    to: str,
+    base: str,
+    scale: float = 1e3,
+    digits: tuple[int, int] = (1, 3),
+) -> Table:
+    """Returns a table of the contenders' seconds and of their ratio to one, two columns a group.
+
+    Args:
+      groups: by heading, what `Timings.against` returned.
+      to: the ratio's label there.
+      base: the contender that it is to, which has no interval.
+      scale: of the seconds.
+      digits: how many of a value, and of a ratio, are written behind the point.
+    """
+    out = Table(title=title)
+    out.add_column("", no_wrap=True)
+    for heading in groups:
+        out.add_column(heading, justify="right")
+        out.add_column("", justify="right")
+    shown, exact = digits
+    for name in next(iter(groups.values())):
+        cells = []
+        for entry in (timings[name] for timings in groups.values()):
+            ratio = entry[to]
+            interval = f" ({ratio['low']:.{exact}f} to {ratio['high']:.{exact}f})"
+            cells.append(f"{entry['seconds']['median'] * scale:.{shown}f}")
+            cells.append(f"{ratio['median']:.{exact}f}" + (interval if name != base else ""))
+        out.add_row(name, *cells)
+    return out
+
+
 def goals_table(goals: Sequence[Goal | Mapping[str, Any]]) -> Table:
     """Returns a table of goals, or of goals as they stand in JSON."""
     out = Table("goal", "wanted", "measured", "", title="Goals", title_justify="left")
@@ -268,6 +303,35 @@ def _rounded(value: Any) -> Any:
 
 # ---------------------------------------------------------------------------------------------
 # Plots
+
+
+def bar_figure(
+    groups: Mapping[str, Mapping[str, Any]],
+    *,
+    size: tuple[float, float],
+    label: str,
+    scale: float = 1e3,
+    digits: int = 1,
+    mark: Callable[[Axes, Mapping[str, Any]], Any] = lambda axes, timings: None,
+) -> Figure:
+    """Draws the contenders' seconds as bars, a panel for each group.
+
+    Args:
+      groups: by title, what `Timings.against` returned.
+      size: inches.
+      label: below each panel.
+      scale: of the seconds; digits: how many of a value are written behind the point.
+      mark: adds what one panel has besides.
+    """
+    figure = Figure(figsize=size, layout="constrained")
+    all_axes = figure.subplots(1, len(groups), sharey=True)
+    for axes, (title, timings) in zip(all_axes, groups.items(), strict=True):
+        seconds = {name: entry["seconds"] for name, entry in timings.items()}
+        draw_bars(axes, seconds, scale=scale, written=lambda value: f"{value:.{digits}f}")
+        mark(axes, timings)
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel(label)
+    return figure
 
 
 def draw_bars(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from _measure import Goal, Part, draw_bars, take_turns
+from _measure import Goal, Part, bar_figure, ratio_table, take_turns
 from _recipes import DATA_PARALLEL, DEVICES
 from flax import nnx
 from matplotlib.figure import Figure
@@ -87,23 +87,18 @@ def one_check(timings: dict[str, Any], bound: str = "median") -> float:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    out = Table(title="Checks: median milliseconds a step, and times no check (95% interval)")
-    out.add_column("", no_wrap=True)
-    for name in results["strategies"]:
-        out.add_column(name, justify="right")
-        out.add_column("", justify="right")
-    found = [*results["strategies"].values()]
-    for row in found[0]:
-        cells = []
-        for timings in found:
-            ratio = timings[row]["to no check"]
-            interval = f" ({ratio['low']:.3f} to {ratio['high']:.3f})" if row != WITHOUT else ""
-            cells.append(f"{timings[row]['seconds']['median'] * 1e3 / results['steps']:.2f}")
-            cells.append(f"{ratio['median']:.3f}{interval}")
-        out.add_row(row, *cells)
+    strategies = results["strategies"]
+    out = ratio_table(
+        "Checks: median milliseconds a step, and times no check (95% interval)",
+        strategies,
+        to="to no check",
+        base=WITHOUT,
+        scale=1e3 / results["steps"],
+        digits=(2, 3),
+    )
     out.add_section()
     cells = []
-    for timings in found:
+    for timings in strategies.values():
         low, high = one_check(timings, "low"), one_check(timings, "high")
         cells += ["", f"{one_check(timings):.3f} ({low:.3f} to {high:.3f})"]
     out.add_row("one check, in steps", *cells)
@@ -123,16 +118,13 @@ def goals(results: dict[str, Any]) -> list[Goal]:
 
 
 def plot(results: dict[str, Any]) -> Figure:
-    strategies = results["strategies"]
-    figure = Figure(figsize=(9, 2.3), layout="constrained")
-    all_axes = figure.subplots(1, len(strategies), sharey=True)
-    for axes, (name, timings) in zip(all_axes, strategies.items(), strict=True):
-        seconds = {row: entry["seconds"] for row, entry in timings.items()}
-        scale = 1e3 / results["steps"]
-        draw_bars(axes, seconds, scale=scale, written=lambda value: f"{value:.2f}")
-        axes.set_title(name, fontsize=11)
-        axes.set_xlabel("milliseconds a step")
-    return figure
+    return bar_figure(
+        results["strategies"],
+        size=(9, 2.3),
+        label="milliseconds a step",
+        scale=1e3 / results["steps"],
+        digits=2,
+    )
 
 
 PART = Part(

@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
-from _measure import Goal, Part, Timings, draw_bars, progress
+from _measure import Goal, Part, Timings, bar_figure, progress, ratio_table
 from _recipes import (
     DATA_PARALLEL,
     DEVICES,
@@ -34,6 +34,7 @@ from _recipes import (
     stack_state,
     train_step,
 )
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -114,25 +115,23 @@ def _timed(module: Any, seconds: list[float]) -> Callable[..., Any]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    out = Table(title="First call: median seconds, and times the recipe (95% interval)")
+    title = "First call: median seconds, and times the recipe (95% interval)"
+    groups = by_layers(results)
+    out = ratio_table(title, groups, to="to the recipe", base=RECIPE, scale=1, digits=(2, 2))
     plan = Table(title="The plan of a per-device strategy: seconds, and of the first call")
-    for each in (out, plan):
-        each.add_column("", no_wrap=True)
-        for layers in results["layers"]:
-            each.add_column(f"{layers} layers", justify="right")
-            each.add_column("", justify="right")
+    plan.add_column("", no_wrap=True)
+    for heading in groups:
+        plan.add_column(heading, justify="right")
+        plan.add_column("", justify="right")
     for name in WAYS:
-        cells, plan_cells = [], []
-        for entry in (timings[name] for timings in results["layers"].values()):
-            ratio, seconds = entry["to the recipe"], entry["seconds"]["median"]
-            interval = f" ({ratio['low']:.2f} to {ratio['high']:.2f})" if name != RECIPE else ""
-            cells += [f"{seconds:.2f}", f"{ratio['median']:.2f}{interval}"]
-            share = entry.get("plan's share")
-            if share is not None:
-                plan_cells += [f"{share * seconds:.2f}", f"{share:.0%}"]
-        out.add_row(name, *cells)
-        if plan_cells:
-            plan.add_row(name, *plan_cells)
+        entries = [timings[name] for timings in groups.values()]
+        if "plan's share" not in entries[0]:
+            continue
+        cells = []
+        for entry in entries:
+            share = entry["plan's share"]
+            cells += [f"{share * entry['seconds']['median']:.2f}", f"{share:.0%}"]
+        plan.add_row(name, *cells)
     return [out, plan]
 
 
@@ -149,29 +148,32 @@ def goals(results: dict[str, Any]) -> list[Goal]:
 
 
 def plot(results: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 2.9), layout="constrained")
-    all_axes = figure.subplots(1, len(results["layers"]), sharey=True)
-    for axes, (layers, timings) in zip(all_axes, results["layers"].items(), strict=True):
-        draw_bars(
-            axes,
-            {name: entry["seconds"] for name, entry in timings.items()},
-            scale=1,
-            written=lambda value: f"{value:.2f}",
-        )
-        shares = {name: entry.get("plan's share", 0) for name, entry in timings.items()}
-        planned = [share * timings[name]["seconds"]["median"] for name, share in shares.items()]
-        axes.barh(
-            [*shares],
-            planned,
-            height=0.68,
-            color="none",
-            edgecolor="white",
-            hatch="////",
-            linewidth=0,
-        )
-        axes.set_title(f"{layers} layers", fontsize=11)
-        axes.set_xlabel("seconds of the first call (hatched: planning)")
-    return figure
+    return bar_figure(
+        by_layers(results),
+        size=(9, 2.9),
+        label="seconds of the first call (hatched: planning)",
+        scale=1,
+        digits=2,
+        mark=hatch_plans,
+    )
+
+
+def hatch_plans(axes: Axes, timings: Mapping[str, Any]) -> None:
+    shares = {name: entry.get("plan's share", 0) for name, entry in timings.items()}
+    planned = [share * timings[name]["seconds"]["median"] for name, share in shares.items()]
+    axes.barh(
+        [*shares],
+        planned,
+        height=0.68,
+        color="none",
+        edgecolor="white",
+        hatch="////",
+        linewidth=0,
+    )
+
+
+def by_layers(results: dict[str, Any]) -> dict[str, Any]:
+    return {f"{layers} layers": timings for layers, timings in results["layers"].items()}
 
 
 PART = Part(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Goal, Part, draw_bars, make_mesh, shardings, take_turns, version
+from _measure import Goal, Part, bar_figure, make_mesh, shardings, take_turns, version
 from _recipes import (
     CACHED,
     DATA_PARALLEL,
@@ -41,6 +41,7 @@ from _recipes import (
     stack_state,
     train_step,
 )
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -208,15 +209,13 @@ def goals(results: dict[str, Any]) -> list[Goal]:
 
 
 def plot(results: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    all_axes = figure.subplots(1, len(results["layers"]), sharey=True)
-    for axes, (layers, timings) in zip(all_axes, results["layers"].items(), strict=True):
-        seconds = {name: entry["seconds"] for name, entry in timings.items()}
-        axes.axvline(seconds[FLOOR]["median"] * 1e3, color="0.4", linewidth=1, linestyle=":")
-        draw_bars(axes, seconds, scale=1e3, written=lambda value: f"{value:.1f}")
-        axes.set_title(f"{layers} layers", fontsize=11)
-        axes.set_xlabel("milliseconds a step")
-    return figure
+    groups = {f"{layers} layers": timings for layers, timings in results["layers"].items()}
+    return bar_figure(groups, size=(11, 3.4), label="milliseconds a step", mark=mark_floor)
+
+
+def mark_floor(axes: Axes, timings: Mapping[str, Any]) -> None:
+    floor = timings[FLOOR]["seconds"]["median"] * 1e3
+    axes.axvline(floor, color="0.4", linewidth=1, linestyle=":")
 
 
 PART = Part(

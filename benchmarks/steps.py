@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Goal, Part, draw_bars, take_turns
+from _measure import Goal, Part, bar_figure, ratio_table, take_turns
 from _recipes import (
     CACHED,
     DATA_PARALLEL,
@@ -169,22 +169,8 @@ def measure_model(name: str, rounds: int, calls: int) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    out = Table(
-        title="Steps that compute: median milliseconds, and times the recipe (95% interval)"
-    )
-    out.add_column("", no_wrap=True)
-    for name in results["models"]:
-        out.add_column(name, justify="right")
-        out.add_column("", justify="right")
-    found = [*results["models"].values()]
-    for label in found[0]:
-        cells = []
-        for entry in (timings[label] for timings in found):
-            ratio = entry["to the recipe"]
-            interval = f" ({ratio['low']:.3f} to {ratio['high']:.3f})" if label != RECIPE else ""
-            cells += [f"{entry['seconds']['median'] * 1e3:.1f}", f"{ratio['median']:.3f}{interval}"]
-        out.add_row(label, *cells)
-    return [out]
+    title = "Steps that compute: median milliseconds, and times the recipe (95% interval)"
+    return [ratio_table(title, results["models"], to="to the recipe", base=RECIPE)]
 
 
 def goals(results: dict[str, Any]) -> list[Goal]:
@@ -196,14 +182,7 @@ def goals(results: dict[str, Any]) -> list[Goal]:
 
 
 def plot(results: dict[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 2.9), layout="constrained")
-    all_axes = figure.subplots(1, len(results["models"]), sharey=True)
-    for axes, (name, timings) in zip(all_axes, results["models"].items(), strict=True):
-        seconds = {label: entry["seconds"] for label, entry in timings.items()}
-        draw_bars(axes, seconds, scale=1e3, written=lambda value: f"{value:.1f}")
-        axes.set_title(name, fontsize=11)
-        axes.set_xlabel("milliseconds a step")
-    return figure
+    return bar_figure(results["models"], size=(9, 2.9), label="milliseconds a step")
 
 
 PART = Part(
