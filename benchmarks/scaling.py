@@ -11,7 +11,6 @@ the single device's FLOPs and temporary memory.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -25,16 +24,10 @@ from matplotlib.ticker import FormatStrFormatter, NullLocator, ScalarFormatter
 from rich.table import Table
 
 import nnx_dp
+from nnx_dp._hlo import find_collectives
 
 DEVICES, BATCH, WIDTH, LAYERS = (1, 2, 4, 8, 16, 32, 64), 8192, 128, 4
 STRATEGIES = ("jit", "shard_map")
-
-# `%name = (f32[8,8]{1,0}, f32[]) all-reduce(...)`; of a pair of `-start` and `-done`, the end.
-COLLECTIVE = re.compile(
-    r"= (?P<shapes>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all"
-    r"|collective-permute|collective-broadcast)(?:-done)?\("
-)
-SHAPE = re.compile(r"(?P<dtype>pred|[a-z]+(?P<bits>\d+)\w*)\[(?P<sizes>[\d,]*)\]")
 
 
 class MLP(nnx.Module):
@@ -46,20 +39,6 @@ class MLP(nnx.Module):
         for layer in self.layers:
             x = nnx.relu(layer(x))
         return x
-
-
-def collectives(text: str) -> list[tuple[str, int]]:
-    """Returns the kind of every collective in the text of a program, and the bytes it gives."""
-    return [(match["kind"], nbytes(match["shapes"])) for match in COLLECTIVE.finditer(text)]
-
-
-def nbytes(shapes: str) -> int:
-    """Returns the bytes of a shape in the text of a program, or of a tuple of them."""
-    total = 0
-    for match in SHAPE.finditer(shapes):
-        sizes = [int(size) for size in match["sizes"].split(",") if size]
-        total += int(np.prod(sizes, dtype=int)) * int(match["bits"] or 8) // 8
-    return total
 
 
 # ---------------------------------------------------------------------------------------------
@@ -87,13 +66,13 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def look_into(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    found = collectives(compiled.as_text() or "")
+    found = find_collectives(compiled.as_text() or "")
     memory: Any = compiled.memory_analysis()
     cost: Any = compiled.cost_analysis()
     return {
         "collectives": len(found),
-        "kinds": sorted({kind for kind, _ in found}),
-        "collective bytes": sum(size for _, size in found),
+        "kinds": sorted({collective.kind for collective in found}),
+        "collective bytes": sum(collective.nbytes for collective in found),
         "flops": cost["flops"],
         "temp bytes": memory.temp_size_in_bytes,
         "argument bytes": memory.argument_size_in_bytes,

@@ -83,7 +83,9 @@ class ShardCheck:
             total = jnp.zeros((), jnp.uint32)
             for index, leaf in enumerate(leaves):
                 total = total * jnp.uint32(31) + _hash(leaf) + jnp.uint32(index)
-            return lax.pmax(total, axes) == lax.pmin(total, axes)
+            # One reduction: the smallest is the complement of the largest complement.
+            largest, complement = lax.pmax(jnp.stack([total, ~total]), axes)
+            return largest == ~complement
 
         mapped = jax.shard_map(agree, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         self._agree = jax.jit(mapped)

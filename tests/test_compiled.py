@@ -1,7 +1,5 @@
 """What noise cannot touch: collectives, bytes, FLOPs and number of compiled steps."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,33 +9,16 @@ from flax import nnx
 from oracle import STRATEGIES, assert_same, linear, regression, train_step
 
 import nnx_dp
+from nnx_dp._hlo import find_collectives
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
 LOWERED = ("jit", "shard_map")
-_SIZES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1}
-_COLLECTIVE = re.compile(
-    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
 
 
 def collectives(compiled):
     """Returns (operation, bytes, whether inside a loop) of each collective of a program."""
-    found, body = [], ""
-    text = compiled.as_text()
-    loops = set(re.findall(r"body=%?([\w.\-]+)", text))
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            body = line.split("(")[0].strip().lstrip("%").strip()
-        match = _COLLECTIVE.search(line)
-        if match:
-            shapes = re.findall(r"(\w+)\[([\d,]*)\]", match.group(1))
-            size = sum(
-                _SIZES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
-                for dtype, shape in shapes
-            )
-            found.append((match.group(2), size, body in loops))
-    return found
+    return [(c.kind, c.nbytes, c.in_loop) for c in find_collectives(compiled.as_text())]
 
 
 class Stack(nnx.Module):
