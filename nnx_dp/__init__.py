@@ -13,6 +13,7 @@ from nnx_dp._collectives import pmin as pmin
 from nnx_dp._collectives import psum as psum
 from nnx_dp._data_parallel import DataParallel as DataParallel
 from nnx_dp._data_parallel import data_parallel as data_parallel
+from nnx_dp._explain import Explanation as Explanation
 from nnx_dp._gradients import grad as grad
 from nnx_dp._gradients import value_and_grad as value_and_grad
 from nnx_dp._kernel import per_device as per_device
@@ -21,11 +22,13 @@ from nnx_dp._placement import shard_batch as shard_batch
 from nnx_dp._prefetch import prefetch as prefetch
 from nnx_dp._processes import local as local
 from nnx_dp._verify import assert_replicated as assert_replicated
+from nnx_dp._visualize import visualize as visualize
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DataParallel",
+    "Explanation",
     "accumulate",
     "all_gather",
     "assert_replicated",
@@ -44,4 +47,5 @@ __all__ = [
     "replicate",
     "shard_batch",
     "value_and_grad",
+    "visualize",
 ]

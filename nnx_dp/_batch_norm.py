@@ -20,6 +20,9 @@ from nnx_dp._context import current
 from nnx_dp._grad_sync import rows_p
 from nnx_dp._hooks import wrap_method
 
+SYNCHRONISED = "nnx.BatchNorm: statistics over all devices"
+BY_ITSELF = "nnx.BatchNorm: statistics of each device; running ones averaged"
+
 
 def _synchronised_call(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self, x, use_running_average=None, *, mask=None):
@@ -34,6 +37,9 @@ def _synchronised_call(original: Callable[..., Any]) -> Callable[..., Any]:
         evaluating = (
             self.use_running_average if use_running_average is None else use_running_average
         )
+        if context.mode == "per_device" and not evaluating:
+            everywhere = axis_name == context.axis_name
+            context.fired[SYNCHRONISED if everywhere else BY_ITSELF] += 1
         if mask is not None and axis_name == context.axis_name and not evaluating:
             return _masked(self, x, mask, axis_name, original)
         with _axis_name_set(self, axis_name):

@@ -8,6 +8,7 @@ thread, and back to None when an exception leaves the ``with`` block.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +35,7 @@ class StepContext:
       grad_dtype: the dtype that gradients are reduced in; None for their own.
       synchronise: whether gradients are reduced where they are taken.
       counts: what `nnx_dp.mean` divides by in a microbatch; None outside `accumulate`.
+      fired: how often each rule was applied that makes a per-device step what one device computes.
     """
 
     mode: Literal["global", "per_device"]
@@ -46,6 +48,7 @@ class StepContext:
     grad_dtype: Any = None
     synchronise: bool = True
     counts: Counts | None = None
+    fired: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Counts:

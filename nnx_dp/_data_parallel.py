@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from nnx_dp._context import current
+from nnx_dp._explain import Explanation, explain
 from nnx_dp._explain_error import explain_error
 from nnx_dp._graph import StateLeaves, write_back
 from nnx_dp._outputs import check_out_reduce
@@ -72,6 +73,25 @@ class _Settings:
     uneven: str
     verify: bool
     check_every: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A call that is ready to run.
+
+    Attributes:
+      bound: the call, its batch made one that can be split.
+      whole: the same with the batch of all processes.
+      given: the sizes of the batch arrays as they were given.
+      state: the arrays of its NNX objects.
+      launch: its signature, compiled.
+    """
+
+    bound: BoundCall
+    whole: BoundCall
+    given: tuple[int, ...]
+    state: StateLeaves
+    launch: Launch
 
 
 class DataParallel(Generic[P, R]):
@@ -150,12 +170,36 @@ class DataParallel(Generic[P, R]):
         Raises:
           NotImplementedError: under ``"pmap"``, since `nnx.pmap` cannot be lowered ahead of time.
         """
-        bound, state, launch = self._prepare(args, kwargs)
-        return launch.lower(state.leaves, bound.arrays)
+        call = self._prepare(args, kwargs)
+        return call.launch.lower(call.state.leaves, call.bound.arrays)
+
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """Says what becomes of a call: its arguments, its outputs, and what crosses.
+
+        The step is traced and compiled for these arguments, which may be abstract
+        (`jax.ShapeDtypeStruct`, `nnx.eval_shape`); nothing runs.
+
+        Returns:
+          An `Explanation`: print it, or show it in a notebook; `to_markdown` for a file.
+
+        Raises:
+          Exception: what a call with these arguments would raise before it runs.
+        """
+        call = self._prepare(args, kwargs)
+        return explain(
+            self._name,
+            call.whole,
+            call.given,
+            call.state,
+            call.launch,
+            self.mesh,
+            len(self._launches),
+        )
 
     def _first(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Makes a call that repeats none, and keeps what is needed to repeat it."""
-        bound, state, launch = self._prepare(args, kwargs)
+        prepared = self._prepare(args, kwargs)
+        bound, state, launch = prepared.bound, prepared.state, prepared.launch
         state.check_alive()
         if self._settings.verify and launch not in self._verified:
             return self._verify(bound, state, launch)
@@ -172,8 +216,9 @@ class DataParallel(Generic[P, R]):
             self._repeats.close(repeat)
         return output
 
-    def _prepare(self, args: Any, kwargs: Any) -> tuple[BoundCall, StateLeaves, Launch]:
+    def _prepare(self, args: Any, kwargs: Any) -> _Prepared:
         bound = self._bind(args, kwargs)
+        given = tuple(size for _, size in bound.batch_sizes())
         if spans_processes(self.mesh):
             if self._settings.verify:
                 raise ValueError(
@@ -185,7 +230,7 @@ class DataParallel(Generic[P, R]):
         else:
             whole, how = bound, self._even_out(bound, batch_size(bound, self._name))
         state = StateLeaves(bound.nodes, bound.node_paths())
-        return bound, state, self._launch(bound, whole, state, how)
+        return _Prepared(bound, whole, given, state, self._launch(bound, whole, state, how))
 
     @functools.cached_property
     def _together(self) -> Together:
@@ -271,6 +316,7 @@ class DataParallel(Generic[P, R]):
         if choice.strategy != "jit":
             check_whole(state, signature.state_placements, self._name, choice.strategy)
         self._chosen = choice.strategy
+        choice.launch.why = choice.why
         return choice.launch
 
     def _verify(self, bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
@@ -303,6 +349,11 @@ class DataParallel(Generic[P, R]):
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"data_parallel({self._name}): {message}.", stacklevel=5)
+
+    def _with(self, **settings: Any) -> DataParallel[P, R]:
+        """Returns the same step with other settings."""
+        settings_of = dataclasses.replace(self._settings, **settings)
+        return DataParallel(self.__wrapped__, settings_of, self._options)
 
     @property
     def _name(self) -> str:

@@ -65,6 +65,9 @@ def per_device(
     @functools.wraps(fn)
     def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
         context = current()
+        if context is not None and (context.mesh is not None or context.mode == "per_device"):
+            name = getattr(fn, "__name__", repr(fn))
+            context.fired[f"nnx_dp.per_device: {name} sees one device's shapes"] += 1
         if context is not None and context.mesh is not None:
             return _over_devices(fn, context, args, kwargs, in_axes, out_axes)
         out = fn(*args, **kwargs)

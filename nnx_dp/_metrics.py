@@ -21,12 +21,15 @@ from jax import lax
 from nnx_dp._context import per_device
 from nnx_dp._hooks import wrap_method
 
+COUNTED = "nnx.metrics.{}: counts the batch of all devices"
+
 
 def _average_update(original: Callable[..., None]) -> Callable[..., None]:
     def update(self, mask=None, **kwargs):
         context, values = per_device(), kwargs.get(self.argname)
         if context is None or not isinstance(values, jax.Array):
             return original(self, mask=mask, **kwargs)
+        context.fired[COUNTED.format(type(self).__name__)] += 1
         if values.ndim == 0 and mask is None:
             mean = lax.pmean(values, context.axis_name)
             return original(self, **{**kwargs, self.argname: mean})
@@ -46,6 +49,7 @@ def _welford_update(original: Callable[..., None]) -> Callable[..., None]:
         context, values = per_device(), kwargs.get(self.argname)
         if context is None or not isinstance(values, jax.Array):
             return original(self, **kwargs)
+        context.fired[COUNTED.format(type(self).__name__)] += 1
         axis_name = context.axis_name
         if values.ndim == 0:
             return original(self, **{**kwargs, self.argname: lax.pmean(values, axis_name)})

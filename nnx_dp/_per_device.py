@@ -9,7 +9,7 @@ an error before anything has run.  Then the step is traced once more, for real, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ class Plan:
       structure: what the step leaves behind.
       exits: how each of its arrays leaves the devices.
       drew: whether the step draws random numbers that differ between devices.
+      fired: how often each rule was applied in the trace; see `StepContext`.
     """
 
     losses: tuple[LossReduce, ...]
@@ -61,6 +62,7 @@ class Plan:
     structure: OutStructure
     exits: tuple[Exit, ...]
     drew: bool = False
+    fired: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def ledger(self) -> GradientLedger:
         return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
@@ -100,12 +102,12 @@ def per_device_body(
 
     def body(nodes, arrays):
         with entered(context):
-            arrays = [
-                split_key(array, context)
-                if argument.role is Role.REPLICATED and is_key(array) and is_split(context.rngs, "")
-                else array
-                for argument, array in zip(arguments, arrays, strict=True)
-            ]
+            arrays = list(arrays)
+            for index, (argument, array) in enumerate(zip(arguments, arrays, strict=True)):
+                alike = argument.role is Role.REPLICATED and is_key(array)
+                if alike and is_split(context.rngs, ""):
+                    context.fired[f"key {argument.path}: another on each device"] += 1
+                    arrays[index] = split_key(array, context)
             return bound.call(nodes, arrays)
 
     return body
@@ -126,7 +128,9 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     if devices == 1:
         exits = tuple(AS_IS for _ in local.structure.leaves)
         means: list[LossReduce] = ["mean"] * local.ledger.opened
-        return Plan(tuple(means), frozenset(), local.structure, exits)
+        return Plan(
+            tuple(means), frozenset(), local.structure, exits, local.ledger.drew, local.fired
+        )
 
     batch_leaves: set[tuple[int, int]] = set()
     losses: dict[int, Taint] = {}
@@ -143,7 +147,9 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
         for site in range(local.ledger.opened)
     )
     exits = _exits(local, comparison, taints, options, devices)
-    return Plan(decided, frozenset(batch_leaves), local.structure, exits, local.ledger.drew)
+    return Plan(
+        decided, frozenset(batch_leaves), local.structure, exits, local.ledger.drew, local.fired
+    )
 
 
 def _shapes_note(bound: BoundCall, devices: int) -> str:
@@ -240,6 +246,7 @@ class _Traced:
     jaxpr: Any
     structure: OutStructure
     ledger: GradientLedger
+    fired: Mapping[str, int]
     out_shapes: list[jax.ShapeDtypeStruct]
     taints: list[Taint]
     shard_axes: list[int | None]
@@ -257,12 +264,13 @@ def _trace(
 ) -> _Traced:
     """Traces the step abstractly with its batch cut into `shards` parts, each `scale` as long."""
     ledger = GradientLedger()
+    context = per_device_context(options, axis_size, ledger)
     structures: list[OutStructure] = []
     function = flatten_call(
         bound,
         state.graphdef,
         state.treedef,
-        per_device_body(bound, per_device_context(options, axis_size, ledger)),
+        per_device_body(bound, context),
         structures.append,
     )
     arguments = bound.array_arguments()
@@ -281,7 +289,8 @@ def _trace(
         for argument in arguments
     ]
     axes = [None] * same + [argument.axis for argument in arguments]
-    return _Traced(inner, structures[-1], ledger, list(out_shapes), taints, axes, constants)
+    fired = dict(context.fired)
+    return _Traced(inner, structures[-1], ledger, fired, list(out_shapes), taints, axes, constants)
 
 
 def _trace_on_devices(

@@ -121,11 +121,16 @@ def put_all(
     Args:
       whole: in several processes, whether each has all of an array, or its own part.
     """
-    out = list(leaves)
+    out = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=leaf.weak_type)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else leaf
+        for leaf, where in zip(leaves, shardings, strict=True)
+    ]
     elsewhere = [
         index
         for index, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-        if not _in_place(leaf, sharding)
+        if not _in_place(leaf, sharding) and not isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if elsewhere and spans_processes(shardings[0].mesh):
         for index in elsewhere:

@@ -44,6 +44,7 @@ def _drawn_per_device(original: Callable[..., Any]) -> Callable[..., Any]:
         context = per_device()
         if context is None or not is_split(context.rngs, self.tag):
             return key
+        context.fired[f"random stream {self.tag!r}: different draws on each device"] += 1
         return split_key(key, context)
 
     return __call__

@@ -36,11 +36,19 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One leaf of the call: its path as the caller would write it, its role and its batch axis."""
+    """One leaf of the call.
+
+    Attributes:
+      path: as the caller would write it.
+      role: what it is.
+      axis: its batch axis, None if it has none.
+      why: why it has this role.
+    """
 
     path: str
     role: Role
     axis: int | None = None
+    why: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,22 +311,25 @@ def spread_prefix(
 
 def _describe_leaf(path: str, leaf: Any, axis: Any) -> Argument:
     if isinstance(leaf, _Whole):
-        return Argument(path, Role.STATIC)
+        return Argument(path, Role.STATIC, why="static_argnums or static_argnames")
     if is_state(leaf):
         _check_state_axis(path, axis)
-        return Argument(path, Role.STATE)
+        return Argument(path, Role.STATE, why="NNX object")
     if axis is not INFER and axis is not None:
-        return Argument(path, Role.BATCH, _checked_axis(path, leaf, axis))
+        why = f"in_axes gives axis {axis}"
+        return Argument(path, Role.BATCH, _checked_axis(path, leaf, axis), why)
     if not is_array(leaf):
         scalar = isinstance(leaf, (int, float, complex, np.generic)) and not isinstance(leaf, bool)
-        return Argument(path, Role.REPLICATED if scalar else Role.STATIC)
+        role = Role.REPLICATED if scalar else Role.STATIC
+        return Argument(path, role, why=f"a {type(leaf).__name__}")
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUVMm" and not _is_extended(leaf):
         raise TypeError(
             f"{path} is a NumPy array of dtype {leaf.dtype}, which JAX cannot hold. Encode it as "
             "numbers first."
         )
     if axis is None or leaf.ndim == 0:
-        return Argument(path, Role.REPLICATED)
+        why = "in_axes gives None" if axis is None else "no axes"
+        return Argument(path, Role.REPLICATED, why="typed key" if is_key(leaf) else why)
     if leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,)):
         raise ValueError(
             f"{path} has shape {leaf.shape} and dtype uint32: it is a batch of {leaf.shape[0]} "
@@ -326,7 +337,7 @@ def _describe_leaf(path: str, leaf: Any, axis: Any) -> Argument:
             "(jax.random.key(0), or jax.random.wrap_key_data(key)). For a batch, say so with "
             "in_axes=0 for this argument."
         )
-    return Argument(path, Role.BATCH, 0)
+    return Argument(path, Role.BATCH, 0, "array with an axis")
 
 
 def is_array(value: Any) -> bool:

@@ -14,11 +14,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_dp._graph import StateLeaves, flatten_output, numbers_as_arrays
+from nnx_dp._compare import Tolerance, difference, nudge
+from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, numbers_as_arrays
 from nnx_dp._roles import BoundCall, is_key, is_state
 from nnx_dp._uneven import unpad
-
-_TOLERANCE = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
 
 
 def assert_replicated(tree: Any) -> None:
@@ -125,18 +124,15 @@ class Oracle:
     """The undecorated step on one device, on copies of everything."""
 
     def __init__(self, bound: BoundCall, state: StateLeaves, device: Any):
-        copies = [_on(leaf, device) for leaf in state.leaves]
         self.before = [
             jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in state.leaves
         ]
-        raw = jax.tree.unflatten(state.treedef, copies)
-        nodes = nnx.unflatten(state.graphdef, raw, index_ref=IndexMap())
-        axes = [argument.axis for argument in bound.array_arguments()]
-        arrays = unpad(bound.arrays, axes, bound.unpadded_size)
-        with jax.default_device(device):
-            output = bound.call(nodes, [_on(array, device) for array in arrays])
-            output = numbers_as_arrays(output)
-            self._leaves, self._structure = flatten_output(bound, nodes, output, RefMap())
+        copies = [_on(leaf, device) for leaf in state.leaves]
+        nudged = [
+            nudge(leaf, variable) for leaf, variable in zip(copies, state.variables, strict=True)
+        ]
+        self._nudged, _ = _plainly(bound, state, nudged, device)
+        self._leaves, self._structure = _plainly(bound, state, copies, device)
 
     def compare(self, bound: BoundCall, output: Any, *, drew: bool, grad_dtype: Any = None) -> None:
         """Raises AssertionError if a decorated call left anything else behind.
@@ -154,10 +150,12 @@ class Oracle:
                 f"plain step {theirs}."
             )
         problems = []
-        least = 0 if grad_dtype is None else _TOLERANCE[str(grad_dtype)]
-        for leaf, got, want in zip(structure.leaves, leaves, self._leaves, strict=True):
-            random = isinstance(leaf.variable, nnx.RngState)
-            problem = _difference(got, want, values=random or not drew, least=least)
+        tolerance = Tolerance(grad_dtype=grad_dtype)
+        for leaf, got, want, nudged in zip(
+            structure.leaves, leaves, self._leaves, self._nudged, strict=True
+        ):
+            values = isinstance(leaf.variable, nnx.RngState) or not drew
+            problem = difference(got, want, nudged, tolerance, values=values)
             if problem:
                 problems.append(f"{leaf.path}: {problem}")
         if problems:
@@ -170,31 +168,20 @@ class Oracle:
             )
 
 
+def _plainly(
+    bound: BoundCall, state: StateLeaves, leaves: Sequence[Any], device: Any
+) -> tuple[list[Any], OutStructure]:
+    """Runs the plain step on other arrays in the place of its state."""
+    raw = jax.tree.unflatten(state.treedef, leaves)
+    nodes = nnx.unflatten(state.graphdef, raw, index_ref=IndexMap())
+    axes = [argument.axis for argument in bound.array_arguments()]
+    arrays = unpad(bound.arrays, axes, bound.unpadded_size)
+    with jax.default_device(device):
+        output = bound.call(nodes, [_on(array, device) for array in arrays])
+        return flatten_output(bound, nodes, numbers_as_arrays(output), RefMap())
+
+
 def _on(leaf: Any, device: Any) -> Any:
     if isinstance(leaf, jax.Array) and not is_key(leaf):
         return jax.device_put(np.asarray(leaf), device)
     return jax.device_put(leaf, device)
-
-
-def _difference(got: Any, want: Any, *, values: bool, least: float) -> str:
-    got, want = _to_numpy(got), _to_numpy(want)
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
-    if not values:
-        return ""
-    tolerance = _TOLERANCE.get(str(got.dtype), 0)
-    tolerance = max(tolerance, least) if tolerance else 0
-    if got.dtype.kind not in "biufc":
-        got, want = got.astype(np.float32), want.astype(np.float32)
-    scale = max(float(np.max(np.abs(want), initial=0)), 1e-6)
-    difference = np.abs(got.astype(np.complex128) - want.astype(np.complex128))
-    agree = (difference <= tolerance * scale) | (np.isnan(got) & np.isnan(want)) | (got == want)
-    if np.all(agree):
-        return ""
-    return f"the largest difference is {np.nanmax(difference):.3g}, of values up to {scale:.3g}"
-
-
-def _to_numpy(leaf: Any) -> np.ndarray:
-    if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_dp._graph import OutStructure, StateLeaves
-from nnx_dp._per_device import StepOptions
+from nnx_dp._per_device import Plan, StepOptions
 from nnx_dp._placement import Owned, check_kept, only_mesh, put_all, replicated, sharded
 from nnx_dp._roles import Argument, BoundCall
 
@@ -72,7 +72,10 @@ class Launch:
       array_placements: where the other arrays are wanted.
       mesh: the mesh that is set while it runs; None for none.
       donate: whether the buffers of the state may be reused.
-      drew: whether the step draws random numbers that differ between devices.
+      strategy: the name of the strategy that compiled it.
+      plan: what was decided for it, None where the body sees the whole batch.
+      why: why it is this strategy.
+      fired: how often each rule of a trace was applied; see `StepContext`.
       padded_axes: see `Signature.padded_output_axes`.
     """
 
@@ -82,7 +85,10 @@ class Launch:
     array_placements: Sequence[NamedSharding]
     mesh: Mesh | None
     donate: bool = False
-    drew: bool = False
+    strategy: str = "jit"
+    plan: Plan | None = None
+    why: str = "asked for"
+    fired: Mapping[str, int] = dataclasses.field(default_factory=dict)
     padded_axes: Sequence[int | None] | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +97,11 @@ class Launch:
     @property
     def structure(self) -> OutStructure:
         return self.structures[-1]
+
+    @property
+    def drew(self) -> bool:
+        """Whether the step draws random numbers that differ between devices."""
+        return self.plan is not None and self.plan.drew
 
     def place_state(self, leaves: Sequence[Any]) -> list[Any]:
         return put_all(leaves, self.state_placements, whole=True)
@@ -132,3 +143,7 @@ class Launch:
                     '"shard_map", which compiles the same per-device program.'
                 )
             return lower(self.place_state(state_leaves), self.place_arrays(arrays))
+
+    def lower_like(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Lowered:
+        """Lowers what runs on each device, where `lower` cannot as well."""
+        return self.lower(state_leaves, arrays)

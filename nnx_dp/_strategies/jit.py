@@ -36,6 +36,7 @@ def compile_jit(signature: Signature) -> Launch:
     structures: list[OutStructure] = []
 
     def body(nodes, arrays):
+        context.fired.clear()
         arrays = [
             jax.lax.with_sharding_constraint(array, sharding) if odd else array
             for array, sharding, odd in zip(arrays, split, uneven, strict=True)
@@ -65,5 +66,6 @@ def compile_jit(signature: Signature) -> Launch:
         placements,
         mesh,
         donate=signature.donate,
+        fired=context.fired,
         padded_axes=signature.padded_output_axes,
     )

@@ -7,7 +7,8 @@ arguments, `nnx.pmap` walks their graph at every call, which for a small step is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from nnx_dp._per_device import make_plan
 from nnx_dp._placement import replicated, sharded
 from nnx_dp._processes import is_global, regroup, spans_processes
 from nnx_dp._strategies._interface import Launch, Signature
-from nnx_dp._strategies.shard_map import planned_function
+from nnx_dp._strategies.shard_map import compile_shard_map, planned_function
 
 _PMAP = jax.pmap
 
@@ -86,11 +87,14 @@ def compile_pmap(signature: Signature) -> Launch:
         signature.array_placements,
         mesh=None,
         donate=signature.donate,
-        drew=plan.drew,
+        strategy="pmap",
+        plan=plan,
+        fired=plan.fired,
         padded_axes=signature.padded_output_axes,
         array_axes=array_axes,
         devices=devices,
         own_devices=signature.mesh.local_mesh.shape[axis_name],
+        same_on_shard_map=functools.partial(compile_shard_map, signature, plan),
     )
 
 
@@ -112,10 +116,15 @@ class PmapLaunch(Launch):
         array_axes: Sequence[int | None],
         devices: int,
         own_devices: int,
+        same_on_shard_map: Callable[[], Launch],
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self._array_axes, self._devices, self._own_devices = array_axes, devices, own_devices
+        self._same_on_shard_map = same_on_shard_map
+
+    def lower_like(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Lowered:
+        return self._same_on_shard_map().lower(state_leaves, arrays)
 
     def place_arrays(self, arrays: Sequence[Any]) -> list[Any]:
         return super().place_arrays(

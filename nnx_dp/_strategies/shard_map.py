@@ -21,10 +21,10 @@ from nnx_dp._placement import replicated, spec
 from nnx_dp._strategies._interface import Launch, Signature
 
 
-def compile_shard_map(signature: Signature) -> Launch:
+def compile_shard_map(signature: Signature, plan: Plan | None = None) -> Launch:
     """Plans a signature now and compiles it at its first launch; see `Launch`."""
     mesh = signature.mesh
-    mapped, structures, plan = shard_mapped(signature)
+    mapped, structures, plan = shard_mapped(signature, plan)
     return Launch(
         jax.jit(mapped, donate_argnums=signature.donate_argnums),
         structures,
@@ -32,22 +32,25 @@ def compile_shard_map(signature: Signature) -> Launch:
         signature.array_placements,
         mesh,
         donate=signature.donate,
-        drew=plan.drew,
+        strategy="shard_map",
+        plan=plan,
+        fired=plan.fired,
         padded_axes=signature.padded_output_axes,
     )
 
 
 def shard_mapped(
-    signature: Signature,
+    signature: Signature, plan: Plan | None = None
 ) -> tuple[Callable[..., list[Any]], list[OutStructure], Plan]:
-    """Plans a signature and maps it over the devices.
+    """Plans a signature, if that is not done, and maps it over the devices.
 
     Returns:
       The mapped function, `(state leaves, arrays) -> leaves`; a list that is told, at each trace,
       what the step leaves behind; and the plan.
     """
     mesh, axis_name = signature.mesh, signature.options.axis_name
-    plan = make_plan(signature.bound, signature.state, signature.options, signature.devices)
+    if plan is None:
+        plan = make_plan(signature.bound, signature.state, signature.options, signature.devices)
     structures: list[OutStructure] = []
     function = planned_function(signature, plan, structures.append)
     array_specs = [placement.spec for placement in signature.array_placements]
@@ -106,4 +109,12 @@ def compile_replicated(signature: Signature) -> Launch:
     whole = replicated(mesh)
     placements = [whole for _ in signature.arguments]
     everywhere = [whole for _ in signature.state.leaves]
-    return Launch(jitted, structures, everywhere, placements, mesh, donate=signature.donate)
+    return Launch(
+        jitted,
+        structures,
+        everywhere,
+        placements,
+        mesh,
+        donate=signature.donate,
+        strategy="replicate",
+    )
