@@ -24,7 +24,7 @@ class Net(nnx.Module):
         return self.dropout(self.norm(self.linear(x))).mean(-1, keepdims=True)
 
 
-def full_step(model, optimizer, metric, batch, rate, table, mode="mean", *, key=None):
+def full_step(model, optimizer, metric, batch, rate, table, mode="mean"):
     def loss_fn(model):
         losses = (model(batch["x"]) - batch["y"]) ** 2 * rate + table.sum()
         return losses.mean(), losses
@@ -60,7 +60,7 @@ def test_every_argument_and_output_is_there(strategy):
     for path, value in snapshot(call[:3]).items():
         np.testing.assert_array_equal(value, before[path], err_msg=path)
     rows = {row.path: row for row in explanation.arguments}
-    assert set(rows) >= {"model.linear.kernel", "batch['x']", "rate", "table", "mode", "key"}
+    assert set(rows) >= {"model.linear.kernel", "batch['x']", "rate", "table", "mode"}
     kernel, x = rows["model.linear.kernel"], rows["batch['x']"]
     assert (kernel.role, kernel.why, kernel.shape) == ("state", "nnx.Param", (3, 4))
     assert (kernel.per_device_shape, kernel.nbytes) == ((3, 4), 48)
