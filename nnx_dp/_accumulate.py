@@ -171,6 +171,8 @@ def _on_each_device(
 
 def _scanned(bound: BoundCall, state: StateLeaves, task: _Task, context: StepContext) -> Any:
     """Takes the gradient of one microbatch after the other and adds up."""
+    if context.ledger is not None:
+        context.ledger.microbatches = max(context.ledger.microbatches, task.microbatches)
     pieces = [
         _cut(array, task.microbatches) if argument.axis is not None else None
         for argument, array in bound.located_arrays()

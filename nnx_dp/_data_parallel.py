@@ -31,7 +31,7 @@ from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
 from nnx_dp._prefetch import Prefetch
 from nnx_dp._processes import spans_processes
 from nnx_dp._repeat import Call, Repeats, trace_modes
-from nnx_dp._roles import INFER, BoundCall, bind_call, is_state, shape_of
+from nnx_dp._roles import INFER, BoundCall, bind_call, is_state, is_traced, shape_of
 from nnx_dp._state_placement import check_whole, state_placements
 from nnx_dp._state_reduce import parse_rules
 from nnx_dp._strategies._interface import Launch, Signature
@@ -230,11 +230,18 @@ class DataParallel(Generic[P, R]):
         else:
             whole, how = bound, self._even_out(bound, batch_size(bound, self._name))
         state = StateLeaves(bound.nodes, bound.node_paths())
+        self._check_outermost(bound, state)
         return _Prepared(bound, whole, given, state, self._launch(bound, whole, state, how))
 
     @functools.cached_property
     def _together(self) -> Together:
-        return Together(self._name, self.mesh, self._options.axis_name)
+        return Together(
+            self._name,
+            self.mesh,
+            self._options.axis_name,
+            self._settings.static_argnums,
+            self._settings.static_argnames,
+        )
 
     def _bind(self, args: Any, kwargs: Any) -> BoundCall:
         if current() is not None:
@@ -250,6 +257,19 @@ class DataParallel(Generic[P, R]):
             static_argnums=self._settings.static_argnums,
             static_argnames=self._settings.static_argnames,
         )
+
+    def _check_outermost(self, bound: BoundCall, state: StateLeaves) -> None:
+        traced = [argument.path for argument, array in bound.located_arrays() if is_traced(array)]
+        if not traced and any(map(is_traced, state.leaves)):
+            traced = [
+                path for path, x in zip(state.paths, state.leaves, strict=True) if is_traced(x)
+            ]
+        if traced:
+            raise RuntimeError(
+                f"data_parallel({self._name}) was called inside another transform (jit, grad, "
+                f"vmap, ...), which traces {traced[0]}. A decorated step is the outermost one: put "
+                f"the transform in the step, or around the plain function {self._name}.__wrapped__."
+            )
 
     def _even_out(self, bound: BoundCall, size: int) -> str:
         """Makes the batch one that can be split; returns the strategy, "replicate" or "pad"."""
@@ -368,8 +388,8 @@ class DataParallel(Generic[P, R]):
 
 
 def _run(bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
-    leaves = launch(launch.place_state(state.leaves), bound.arrays)
-    leaves = unpad(leaves, launch.padded_axes, bound.unpadded_size)
+    leaves = launch.run(launch.place_state(state.leaves), bound.arrays)
+    leaves = unpad(list(leaves), launch.padded_axes, bound.unpadded_size)
     return write_back(launch.structure, leaves, state)
 
 
@@ -542,6 +562,11 @@ def data_parallel(
     _one_of("uneven", uneven, UNEVEN)
     _one_of("loss_reduce", loss_reduce, ("infer", "mean", "sum"))
     check_out_reduce(out_reduce)
+    if not isinstance(axis_name, str):
+        raise TypeError(
+            f"axis_name is {axis_name!r}; write the name of the one axis that the batch is split "
+            "over. A mesh may have other axes besides."
+        )
     if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
         raise ValueError(f"check_every is {check_every!r}; write a positive int, or None.")
     grad_dtype = _checked_grad_dtype(grad_dtype, strategy)

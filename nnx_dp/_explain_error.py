@@ -21,6 +21,12 @@ _CASES: tuple[tuple[str, str], ...] = (
         'which do the right thing in every strategy; or use strategy="shard_map".',
     ),
     (
+        r"[Uu]nbound axis name: ?['\"]?(\w+)",
+        'the step uses a collective over the axis "\\g<1>", but its batch is split over '
+        '"{axis_name}". Give data_parallel axis_name="\\g<1>"; or use nnx_dp.psum, nnx_dp.pmean '
+        "and the like, which need no name.",
+    ),
+    (
         r"incompatible devices",
         "an array that the step uses is committed to other devices than those of its mesh. Pass "
         "it as an argument, which is placed for you, instead of closing over it.",
@@ -37,6 +43,15 @@ _CASES: tuple[tuple[str, str], ...] = (
         'strategy="jit".',
     ),
     (
+        r"axis names that are of type Auto or Manual|Going from `Manual` AxisType"
+        r"|can only refer to Auto axes|can only refer to Explicit axes|explicit_axes",
+        "the step names an Explicit axis of the mesh (jax.sharding.reshard, out_sharding=, "
+        'explicit_axes). In a decorated step no axis is Explicit: under "jit" all are Auto, which '
+        "lets XLA partition any batch. Leave the sharding out, or write "
+        "jax.lax.with_sharding_constraint with a NamedSharding of step.mesh and "
+        'strategy="jit".',
+    ),
+    (
         r"cannot contain `StateAxes`",
         "the step uses nnx.StateAxes in tree mode, which has none. Pass graph=True and "
         "graph_updates=True to that transform.",
@@ -48,8 +63,10 @@ def explain_error(error: Exception, *, step: str, axis_name: str) -> Exception |
     """Returns an error that says what another one means for a step, None if that is not known."""
     text = f"{type(error).__name__}: {error}"
     for pattern, meaning in _CASES:
-        if re.search(pattern.replace("{axis_name}", re.escape(axis_name)), text):
-            message = f"data_parallel({step}): " + meaning.replace("{axis_name}", axis_name)
+        found = re.search(pattern.replace("{axis_name}", re.escape(axis_name) + r"\b"), text)
+        if found:
+            meant = found.expand(meaning.replace("{axis_name}", axis_name))
+            message = f"data_parallel({step}): {meant}"
             kind = (
                 type(error) if type(error) in (NameError, TypeError, ValueError) else RuntimeError
             )

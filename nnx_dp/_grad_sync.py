@@ -50,6 +50,7 @@ class GradientLedger:
       losses: reduction of each gradient's loss ("mean" or "sum"), in trace order.
       batch_leaves: (gradient, leaf) pairs differentiated with respect to a per-device array.
       drew: whether the step drew random numbers that differ between devices.
+      microbatches: the most that `accumulate` cuts the batch into.
       declared: what the caller said in `loss_reduce=` of `nnx_dp.grad`, per gradient.
     """
 
@@ -58,6 +59,7 @@ class GradientLedger:
     declared: dict[int, LossReduce] = dataclasses.field(default_factory=dict)
     opened: int = 0
     drew: bool = False
+    microbatches: int = 1
 
     @property
     def decided(self) -> bool:

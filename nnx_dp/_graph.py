@@ -39,7 +39,30 @@ class StateLeaves:
 
     @property
     def key(self) -> Any:
+        """Hashable; equal for objects of equal structure.
+
+        Raises:
+          TypeError: for a static attribute that cannot be hashed.
+        """
+        try:
+            hash(self.graphdef)
+        except TypeError as error:
+            raise TypeError(self._unhashable()) from error
         return self.graphdef, self.treedef
+
+    def _unhashable(self) -> str:
+        for root, node_path in zip(self._nodes, self._node_paths, strict=True):
+            for path, node in nnx.iter_graph(root, graph=True):
+                for name, value in getattr(node, "__dict__", {}).items():
+                    unhashable = getattr(type(value), "__hash__", None) is None
+                    own = any(str(key).startswith("_pytree__") for key in (*path, name))
+                    if unhashable and not is_state(value) and not own:
+                        return (
+                            f"{node_path}{written(path, root)}.{name} is a {type(value).__name__}, "
+                            "which cannot be hashed, and a compiled step depends on it. Make it a "
+                            "tuple or a frozen dataclass."
+                        )
+        return "the state holds a static attribute that cannot be hashed. Make it a tuple."
 
     @functools.cached_property
     def paths(self) -> list[str]:

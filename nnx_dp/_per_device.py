@@ -152,15 +152,22 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     )
 
 
+_NOTE = "nnx_dp: in a per-device strategy the step sees the batch of one of"
+
+
+def failed_to_trace(error: Exception) -> bool:
+    """Whether an error is the step's own, at one device's shapes."""
+    return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
 def _shapes_note(bound: BoundCall, devices: int) -> str:
     argument, array = next(
         (argument, array) for argument, array in bound.located_arrays() if argument.axis is not None
     )
     whole, local = array.shape, _shard_shape(array, argument.axis, devices, 1).shape
     return (
-        f"nnx_dp: in a per-device strategy the step sees the batch of one of {devices} devices: "
-        f"{argument.path} has shape {local} in it, not {whole}. A step that needs the whole batch "
-        'runs under strategy="jit".'
+        f"{_NOTE} {devices} devices: {argument.path} has shape {local} in it, not {whole}. "
+        'A step that needs the whole batch runs under strategy="jit".'
     )
 
 
@@ -191,14 +198,13 @@ def _compare(
 ) -> _Comparison:
     """Traces the step at the global shapes and compares."""
     smallest = min(size // devices for _, size in bound.batch_sizes())
+    # Axes of size one broadcast: the step would do other operations than on a larger batch.  What
+    # its outputs are does not depend on the size, so two rows show it.
+    scale = 2 if smallest <= local.ledger.microbatches else 1
     try:
-        if smallest == 1:
-            # Axes of size one broadcast: the step would do other operations than on a larger
-            # batch.  What its outputs are does not depend on the size, so two rows show it.
-            local = _trace(bound, state, options, shards=devices, axis_size=devices, scale=2)
-        whole = _trace(
-            bound, state, options, shards=1, axis_size=1, scale=2 if smallest == 1 else 1
-        )
+        if scale > 1:
+            local = _trace(bound, state, options, shards=devices, axis_size=devices, scale=scale)
+        whole = _trace(bound, state, options, shards=1, axis_size=1, scale=scale)
     except Exception as error:
         why = f"the step does not trace at the global shapes ({_first_line(error)})"
         return _Comparison([(shape, None) for shape in local.out_shapes], why=why)

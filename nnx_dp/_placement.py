@@ -73,6 +73,27 @@ def context_mesh() -> Mesh | None:
     return None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh()
 
 
+def onto_surrounding(leaves: Sequence[Any]) -> Sequence[Any]:
+    """Puts arrays onto the mesh that `jax.set_mesh` has set, if its axes are not Auto.
+
+    A step runs over Auto axes, and where a mesh with Explicit axes is set JAX computes with arrays
+    on that mesh only.  Nothing is copied.
+    """
+    mesh = context_mesh()
+    if mesh is None or all(kind is AxisType.Auto for kind in mesh.axis_types):
+        return leaves
+    out = []
+    for leaf in leaves:
+        placed = leaf.sharding
+        same_devices = placed.device_set == set(mesh.devices.flat)
+        if same_devices and placed.is_fully_replicated:
+            leaf = jax.device_put(leaf, NamedSharding(mesh, P()))
+        elif isinstance(placed, NamedSharding) and placed.mesh.shape == mesh.shape:
+            leaf = jax.device_put(leaf, NamedSharding(mesh, placed.spec))
+        out.append(leaf)
+    return out
+
+
 @contextlib.contextmanager
 def only_mesh(mesh: Mesh | None) -> Iterator[None]:
     """Replaces the mesh that `jax.set_mesh` has set, if any, by another, or by none.

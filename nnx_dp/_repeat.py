@@ -19,6 +19,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from nnx_dp._graph import Source, StateLeaves
+from nnx_dp._placement import onto_surrounding
 from nnx_dp._roles import BoundCall, Role, Static, arrange, is_array, is_state, unwrap
 from nnx_dp._snapshot import Snapshot, Unwatchable
 from nnx_dp._strategies._interface import Launch
@@ -204,14 +205,15 @@ class Repeat:
         if not as_left:
             state = launch.place_state(state)
         try:
-            leaves = launch(state, [source.take(call.leaves) for source in self._arrays])
+            made = launch(state, [source.take(call.leaves) for source in self._arrays])
         except Exception:
             if not launch.donate:
                 self._check_alive(call, state)
             raise
+        leaves = onto_surrounding(made)
         self._snapshot.write(leaves[:count])
         # A step may leave another dtype or shape behind: that is another signature.
-        if not as_left and [*map(_shape, leaves[:count])] == self._shapes:
+        if not as_left and leaves is made and [*map(_shape, leaves[:count])] == self._shapes:
             self._avals = [*map(_aval, leaves[:count])]
             self._shardings = [*map(_sharding, leaves[:count])]
         return self._output.read(leaves)
@@ -239,6 +241,15 @@ def _same_objects(first: Sequence[Any], second: Sequence[Any]) -> bool:
 @dataclasses.dataclass(frozen=True)
 class _Slot:
     index: int
+
+
+def leaf_paths(
+    call: Call, bound: BoundCall, static_argnums: Sequence[int], static_argnames: Sequence[str]
+) -> dict[int, str]:
+    """Returns the path of each leaf of a call, by its index."""
+    sources = _sources(call, static_argnums, static_argnames)
+    pairs = zip(sources, bound.arguments, strict=True)
+    return {source.index: argument.path for source, argument in pairs if source.index is not None}
 
 
 def _sources(

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 INFER = ...
 """In `in_axes`: work the role out."""
@@ -346,6 +347,10 @@ def is_array(value: Any) -> bool:
 
 def _is_extended(leaf: np.ndarray) -> bool:
     return leaf.dtype.kind == "V" and leaf.dtype.names is None  # bfloat16, float8
+
+
+def is_traced(value: Any) -> bool:
+    return isinstance(value, Tracer)
 
 
 def is_key(value: Any) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ from jax.sharding import Mesh
 
 from nnx_dp._graph import StateLeaves
 from nnx_dp._processes import is_global, processes_along, whole_shape
-from nnx_dp._repeat import Call
-from nnx_dp._roles import BoundCall, is_array, is_key
+from nnx_dp._repeat import Call, leaf_paths
+from nnx_dp._roles import BoundCall, is_array, is_key, is_state
 from nnx_dp._uneven import batch_size
 
 _TIMEOUT = 600_000
@@ -32,8 +33,16 @@ _TIMEOUT = 600_000
 class Together:
     """One decorated step in several processes."""
 
-    def __init__(self, step: str, mesh: Mesh, axis_name: str):
+    def __init__(
+        self,
+        step: str,
+        mesh: Mesh,
+        axis_name: str,
+        static_argnums: Sequence[int],
+        static_argnames: Sequence[str],
+    ):
         self._step, self._mesh, self._axis_name = step, mesh, axis_name
+        self._static = static_argnums, static_argnames
         self._agreement = Agreement(step)
 
     def whole_call(self, bound: BoundCall) -> BoundCall:
@@ -65,23 +74,28 @@ class Together:
           call: what this process is about to call.
           bind: binds it.
           repeated: whether it repeats an earlier call; if not, the state that the processes do not
-            share yet is compared as well.
+            share yet, and arrays that are not split, are compared as well.
 
         Raises:
-          ValueError: on every process, if one of them calls with other shapes or other state.
+          ValueError: on every process, if one of them calls with other shapes, other values that
+            are not part of the batch, or other state.
         """
-        given = [leaf for leaf in call.leaves if is_array(leaf)]
-        arrays = [list(leaf.shape) for leaf in given]
+        leaves_told = [*map(_told, call.leaves)]
         state = None
         if not repeated:
             bound = bind()
             leaves = StateLeaves(bound.nodes, bound.node_paths())
-            state = [*zip(leaves.paths, map(_fingerprint, leaves.leaves), strict=True)]
-        messages = self._agreement.exchange({"arrays": arrays, "state": state})
+            alike = [*zip(leaves.paths, leaves.leaves, strict=True)]
+            alike += [
+                (argument.path, array)
+                for argument, array in bound.located_arrays()
+                if argument.axis is None and is_array(array) and array.ndim
+            ]
+            state = [(path, _fingerprint(array)) for path, array in alike]
+        messages = self._agreement.exchange({"leaves": leaves_told, "state": state})
         _check_state(messages, self._step)
-        if any(message["arrays"] != arrays for message in messages):
-            paths = {id(array): argument.path for argument, array in bind().located_arrays()}
-            _check_arrays(messages, [paths.get(id(x), "an array") for x in given], self._step)
+        if any(message["leaves"] != leaves_told for message in messages):
+            _check_leaves(messages, leaf_paths(call, bind(), *self._static), self._step)
 
 
 class Agreement:
@@ -120,23 +134,47 @@ def _fingerprint(leaf: Any) -> int:
     return zlib.crc32(value.tobytes(), zlib.crc32(str((value.shape, value.dtype)).encode()))
 
 
-def _check_arrays(messages: Sequence[Any], paths: Sequence[str], step: str) -> None:
-    """Raises ValueError, on every process, if they are about to give arrays of other shapes."""
-    first = messages[0]["arrays"]
+def _told(leaf: Any) -> Any:
+    """Says of a leaf what all processes have to share: a shape, or a value that is no batch."""
+    if is_state(leaf):
+        return None
+    if is_array(leaf) and leaf.ndim and not is_key(leaf):
+        return [str(leaf.dtype), *leaf.shape]
+    if is_array(leaf):
+        return f"{leaf.dtype} {_fingerprint(leaf):x}" if is_key(leaf) else str(np.asarray(leaf))
+    plain = isinstance(leaf, (bool, int, float, complex, str, enum.Enum, np.generic))
+    return repr(leaf) if plain else getattr(leaf, "__qualname__", type(leaf).__qualname__)
+
+
+def _check_leaves(messages: Sequence[Any], paths: Mapping[int, str], step: str) -> None:
+    """Raises ValueError, on every process, if they are about to call with other arguments."""
+    first = messages[0]["leaves"]
     for other, message in enumerate(messages):
-        for path, mine, theirs in zip(paths, first, message["arrays"], strict=False):
-            if mine != theirs:
-                raise ValueError(
-                    f"data_parallel({step}): {path} has shape {tuple(mine)} in process 0 and "
-                    f"{tuple(theirs)} in process {other}. Every process gives its own part of the "
-                    "batch, and all parts have one shape: drop or pad the last, short batch on all "
-                    "processes alike."
-                )
-        if len(first) != len(message["arrays"]):
+        if len(first) != len(message["leaves"]):
             raise ValueError(
-                f"data_parallel({step}): process 0 gives {len(first)} arrays and process {other} "
-                f"gives {len(message['arrays'])}. Every process makes the same calls."
+                f"data_parallel({step}): process 0 gives {len(first)} arguments and process "
+                f"{other} gives {len(message['leaves'])}. Every process makes the same calls."
             )
+        for index, (mine, theirs) in enumerate(zip(first, message["leaves"], strict=True)):
+            if mine == theirs:
+                continue
+            path = paths.get(index, "an argument")
+            if isinstance(mine, list) and isinstance(theirs, list) and mine[0] == theirs[0]:
+                raise ValueError(
+                    f"data_parallel({step}): {path} has shape {tuple(mine[1:])} in process 0 and "
+                    f"{tuple(theirs[1:])} in process {other}. Every process gives its own part of "
+                    "the batch, and all parts have one shape: drop or pad the last, short batch on "
+                    "all processes alike."
+                )
+            raise ValueError(
+                f"data_parallel({step}): {path} is {_worded(mine)} in process 0 and "
+                f"{_worded(theirs)} in process {other}. Only the values of the batch may differ: "
+                "give every process the same numbers, keys, flags and dtypes."
+            )
+
+
+def _worded(told: Any) -> str:
+    return f"{told[0]}{told[1:]}" if isinstance(told, list) else str(told)
 
 
 def _check_state(messages: Sequence[Any], step: str) -> None:
@@ -151,6 +189,6 @@ def _check_state(messages: Sequence[Any], step: str) -> None:
             path = differing[0]
             raise ValueError(
                 f"data_parallel({step}): {path} differs between process 0 and process {other} "
-                "before the first step. State has to be made alike in every process: with the same "
-                "seed, or from the same checkpoint."
+                "before the first step. What is not part of the batch has to be made alike in "
+                "every process: with the same seed, or from the same checkpoint."
             )

@@ -102,6 +102,10 @@ def random_draws(index, processes, folder):
     return seen
 
 
+def scaled_step(model, optimizer, x, y, rate=1.0, flag=True):
+    return train_step(model, optimizer, x * rate, y) if flag else rate
+
+
 def disagreements(index, processes, folder):
     """Errors that every process gets."""
     seen = {}
@@ -113,11 +117,22 @@ def disagreements(index, processes, folder):
         before = snapshot(nnx_dp.local(nnx.state(state)))
         odd = 2 + 2 * (index == 1)
         verified = nnx_dp.data_parallel(train_step, verify=True)
+        tabled = nnx_dp.data_parallel(
+            lambda model, optimizer, x, y, table: train_step(model, optimizer, x + table, y),
+            strategy=strategy,
+            in_axes={"table": None},
+        )
+        scaled = nnx_dp.data_parallel(scaled_step, strategy=strategy)
         calls = {
             "sizes": functools.partial(dp_step, *state, x[:odd], y[:odd]),
             "indivisible": functools.partial(dp_step, *state, x[:3], y[:3]),
             "state": functools.partial(dp_step, *linear(seed=index), x, y),
             "verify": functools.partial(verified, *linear(), x, y),
+            "scalar": functools.partial(scaled, *linear(), x, y, rate=0.1 + index),
+            "array scalar": functools.partial(scaled, *linear(), x, y, rate=jnp.float32(index)),
+            "flag": functools.partial(scaled, *linear(), x, y, flag=index == 0),
+            "table": functools.partial(tabled, *linear(), x, y, np.full(3, float(index))),
+            "dtype": functools.partial(dp_step, *state, x.astype("float16") if index else x, y),
         }
         for name, call in calls.items():
             try:

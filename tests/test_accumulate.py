@@ -280,3 +280,15 @@ def test_arguments_that_are_refused():
 
     with refused(ValueError, "changes the structure of its NNX objects", model):
         nnx_dp.accumulate(grows, 2)(model, x)
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_microbatches_of_one_example_on_each_device(strategy):
+    check_against_one_device(
+        accumulating(mean_loss, 2),
+        mlp,
+        [regression(8, seed) for seed in range(2)],
+        strategy=strategy,
+        devices=4,
+        plain=whole(mean_loss),
+    )

@@ -674,3 +674,56 @@ def test_error_before_a_donated_step_leaves_its_state(strategy):
     with refused(ValueError, "different lengths", *arguments):
         dp_step(*arguments, X, Y[:4])
     assert np.isfinite(dp_step(*arguments, X, Y))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_decorated_step_is_the_outermost_transform(strategy):
+    state, (x, y) = linear(), regression()
+    step = nnx_dp.data_parallel(train_step, strategy=strategy)
+    calls = (
+        (lambda: nnx.jit(lambda model, optimizer, x: step(model, optimizer, x, y))(*state, x), "x"),
+        (lambda: jax.grad(lambda x: step(*state, x, y))(x), "x"),
+        (lambda: nnx.grad(lambda model: step(model, state[1], x, y))(state[0]), "model.bias"),
+        (lambda: jax.vmap(lambda x: step(*state, x, y))(x[None]), "x"),
+    )
+    for call, path in calls:
+        with refused(RuntimeError, rf"inside another transform.*which traces {path}\.", *state):
+            call()
+
+
+def test_static_attribute_that_cannot_be_hashed_is_named():
+    model = nnx.List([nnx.BatchNorm(3, axis_index_groups=[[0, 1], [2, 3]], rngs=nnx.Rngs(0))])
+    with pytest.raises(TypeError, match=r"model\[0\]\.axis_index_groups is a list"):
+        nnx_dp.data_parallel(lambda model, x: model[0](x))(model, np.ones((8, 3)))
+
+
+def test_axis_name_is_one_name():
+    with pytest.raises(TypeError, match=r"axis_name is \('a', 'b'\)"):
+        nnx_dp.data_parallel(train_step, axis_name=("a", "b"))
+
+
+@pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
+def test_a_collective_over_another_axis_is_told_the_axis_name(strategy):
+    step = nnx_dp.data_parallel(lambda x: jax.lax.pmean(x, "batch"), strategy=strategy)
+    with pytest.raises(NameError, match='Give data_parallel axis_name="batch"'):
+        step(jnp.ones(8))
+
+
+def test_a_step_that_traces_nowhere_is_told_of_the_whole_batch():
+    def step(x):
+        raise RuntimeError(f"shape {x.shape}")
+
+    with pytest.raises(RuntimeError, match=r"shape \(8, 3\)") as caught:
+        nnx_dp.data_parallel(step, devices=4)(np.ones((8, 3)))
+    assert "shape (2, 3)" in str(caught.value.__cause__)
+
+
+def test_a_penalty_beside_a_sum_is_told_what_the_loss_is():
+    def step(model, x, y):
+        def loss_fn(model):
+            return jnp.sum((model(x) - y) ** 2) + 0.1 * jnp.sum(model.kernel[...] ** 2)
+
+        return nnx.grad(loss_fn)(model)
+
+    with pytest.raises(ValueError, match=r"a sum of unlike terms .* makes it no plain mean or sum"):
+        nnx_dp.data_parallel(step, strategy="shard_map")(linear()[0], *regression())

@@ -112,6 +112,13 @@ def check_disagreement_is_an_error_on_every_process(seen):
         for strategy in STRATEGIES:
             sizes = of_process[strategy, "sizes"]
             assert "x has shape (2, 3) in process 0 and (4, 3) in process 1" in sizes
+            told = {name: of_process[strategy, name] for name in ("scalar", "array scalar", "flag")}
+            assert "rate is 0.1 in process 0 and 1.1 in process 1" in told["scalar"]
+            assert "rate is 0.0 in process 0 and 1.0 in process 1" in told["array scalar"]
+            assert "flag is True in process 0 and False in process 1" in told["flag"]
+            dtypes = of_process[strategy, "dtype"]
+            assert "x is float32[8, 3] in process 0 and float16[8, 3] in process 1" in dtypes
+            assert "table differs between process 0 and process 1" in of_process[strategy, "table"]
             assert "x has 6 examples in 2 processes together" in of_process[strategy, "indivisible"]
             assert "model.kernel differs between process 0 and" in of_process[strategy, "state"]
             assert "2 processes have a part each" in of_process[strategy, "verify"]

@@ -203,3 +203,58 @@ def test_state_of_a_step_on_an_explicit_mesh_is_usable_outside():
     dp_step(*state, *BATCHES[0])
     train_step(*plain, *BATCHES[0])
     np.testing.assert_allclose(state[0](BATCHES[0][0]), plain[0](BATCHES[0][0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "jit", "shard_map"])
+@pytest.mark.parametrize("how", ["reshard", "out_sharding", "explicit_axes"])
+def test_a_step_that_names_an_explicit_axis_is_told_so(strategy, how):
+    mesh, state = jax.make_mesh((4, 2), ("data", "model")), linear()
+
+    def step(model, optimizer, x, y):
+        del optimizer, y
+        if how == "reshard":
+            return jax.sharding.reshard(model(x), P("data", None))
+        if how == "out_sharding":
+            return jnp.einsum("bi,ij->bj", x, model.kernel[...], out_sharding=P("data", None))
+        spread = jax.sharding.explicit_axes(lambda x: x * 2, in_sharding=P("data", None))
+        return spread(x)
+
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy)
+    if how == "explicit_axes" and strategy != "shard_map":
+        with jax.set_mesh(mesh):  # which makes the axes Explicit for a part of the step
+            assert_same(dp_step(*state, *regression()), regression()[0] * 2)
+        return
+    with jax.set_mesh(mesh), refused((ValueError, RuntimeError), "an Explicit axis", *state):
+        dp_step(*state, *regression())
+
+
+def test_a_constraint_over_the_mesh_of_the_step_is_kept():
+    mesh, state = jax.make_mesh((4, 2), ("data", "model")), wide()
+
+    def step(model, x):
+        spread = NamedSharding(dp_step.mesh, P("data", "model"))
+        return jax.lax.with_sharding_constraint(model.mid(model.up(x)), spread)
+
+    dp_step = nnx_dp.data_parallel(step, mesh=mesh)
+    x, _ = regression()
+    out = dp_step(state[0], x)
+    assert out.sharding.spec == P("data", "model")
+    assert_same(out, step(state[0], x))
+
+
+@pytest.mark.parametrize("strategy", ["jit", "shard_map", "pmap"])
+def test_what_a_step_returns_can_be_used_under_an_explicit_mesh(strategy):
+    state, plain_state = linear(), linear()
+    dp_step = nnx_dp.data_parallel(
+        lambda *args: (train_step(*args), args[0](args[2])), strategy=strategy
+    )
+    for seed in range(3):
+        batch = regression(seed=seed)
+        expected = train_step(*plain_state, *batch)
+        with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+            loss, rows = dp_step(*state, *batch)
+            assert_same(loss / 2, expected / 2)
+            assert_same(state[0](batch[0]), rows)
+        assert_same(state, plain_state)
+    loss, _ = dp_step(*state, *regression(seed=9))  # and outside again
+    assert_same(loss, train_step(*plain_state, *regression(seed=9)))

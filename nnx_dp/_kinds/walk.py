@@ -73,6 +73,8 @@ def _loss_from_gradient(loss: Kind, cotangents: list[Kind]) -> Kind:
         # A function with an output for each example, differentiated by nnx.vjp: what its gradient
         # is depends on the cotangent that the step chose.
         return functools.reduce(lambda a, b: join(a, b, "gradients of unlike kinds"), cotangents)
+    if loss.tag == "unknown":
+        return loss
     summed = loss.tag == "linear" and loss.power == 0
     expected = (linear(0), same(-1)) if summed else (linear(1), SAME)
     for cotangent in cotangents:
@@ -82,8 +84,9 @@ def _loss_from_gradient(loss: Kind, cotangents: list[Kind]) -> Kind:
 
 
 _REDUCED_ALREADY = (
-    "its backward pass, of a jax.custom_vjp for example, scales the gradient or sums it over the "
-    "devices itself: leave that to the caller, or use nnx_dp.pmean there"
+    "its backward pass scales the gradient or sums it over the devices itself (a jax.custom_vjp "
+    "that does, or a psum of a mean in the loss): leave that to the caller, or use nnx_dp.pmean "
+    "there"
 )
 
 

@@ -11,7 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._per_device import Plan, StepOptions
-from nnx_dp._placement import Owned, check_kept, only_mesh, put_all, replicated, sharded
+from nnx_dp._placement import (
+    Owned,
+    check_kept,
+    only_mesh,
+    onto_surrounding,
+    put_all,
+    replicated,
+    sharded,
+)
 from nnx_dp._roles import Argument, BoundCall
 
 
@@ -132,6 +140,10 @@ class Launch:
             pairs = zip(leaves, self.structure.leaves, strict=True)
             self._owned.take([leaf for leaf, known in pairs if known.is_state])
             return leaves
+
+    def run(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> Sequence[Any]:
+        """Runs the step; what it returns can be used under the mesh that is set outside."""
+        return onto_surrounding(self(state_leaves, arrays))
 
     def lower(self, state_leaves: Sequence[Any], arrays: Sequence[Any]) -> jax.stages.Lowered:
         """Lowers the compiled function without running it."""

@@ -11,6 +11,7 @@ from typing import Any
 from nnx_dp._graph import StateLeaves
 from nnx_dp._jaxpr import open_jaxpr, sub_jaxprs, user_line
 from nnx_dp._kinds import KERNELS
+from nnx_dp._per_device import failed_to_trace
 from nnx_dp._placement import only_mesh
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
@@ -55,9 +56,11 @@ def choose(signature: Signature, bound: BoundCall, state: StateLeaves, *, even: 
         try:
             return Choice("shard_map", why, compile_shard_map(signature))
         except Exception as second:
-            if type(second) is type(error) and str(second) == str(error):
-                raise error from None
-            raise second from error
+            if not failed_to_trace(second):
+                raise second from error
+            # A step that traces nowhere is told what is wrong with the whole batch.
+            alike = type(second) is type(error) and str(second) == str(error)
+            raise error from (None if alike else second)
     opaque = find_opaque(jaxpr)
     if opaque is None:
         return Choice("jit", "XLA can partition all of it", launch)
