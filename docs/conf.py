@@ -38,5 +38,10 @@ html_theme_options = {
     "home_page_in_toc": True,
     "use_download_button": False,
     "use_fullscreen_button": False,
+    # The sidebar has the search field already.
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
 }
 html_show_sourcelink = False
