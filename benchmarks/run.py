@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _measure import goals_table, make_console, parser
 
-PARTS = ("dispatch", "steps", "scaling", "compiling", "checks")
+PARTS = ("dispatch", "steps", "scaling", "compiling", "checks", "pipeline")
 
 
 def main() -> None:
