@@ -533,8 +533,8 @@ def test_batch_that_is_split_already_is_not_copied(strategy):
     assert dp_step.shard(placed) is placed
     before = pointers(placed)
     assert len(before) == 4
-    bound, _, launch = dp_step._prepare((model, placed), {})
-    (given,) = launch.place_arrays(bound.arrays)
+    call = dp_step._prepare((model, placed), {})
+    (given,) = call.launch.place_arrays(call.bound.arrays)
     assert given is placed
     assert pointers(given) == before
     for _ in range(2):
