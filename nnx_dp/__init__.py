@@ -13,7 +13,7 @@ from nnx_dp._collectives import pmin as pmin
 from nnx_dp._collectives import psum as psum
 from nnx_dp._data_parallel import DataParallel as DataParallel
 from nnx_dp._data_parallel import data_parallel as data_parallel
-from nnx_dp._explain import Explanation as Explanation
+from nnx_dp._explanation import Explanation as Explanation
 from nnx_dp._gradients import grad as grad
 from nnx_dp._gradients import value_and_grad as value_and_grad
 from nnx_dp._kernel import per_device as per_device

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from nnx_dp._binding import arrange
 from nnx_dp._collectives import psum
 from nnx_dp._context import Counts, StepContext, current, entered
 from nnx_dp._grad_sync import synchronise
 from nnx_dp._gradients import Argnums, value_and_grad
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call, write_back
-from nnx_dp._per_device import StepOptions
-from nnx_dp._roles import BoundCall, arrange, bind_call, spread_prefix
+from nnx_dp._options import StepOptions
+from nnx_dp._roles import BoundCall, bind_call, spread_prefix
 from nnx_dp._strategies._interface import Signature
 from nnx_dp._strategies.shard_map import shard_mapped
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_dp._roles import is_key
+from nnx_dp._leaves import is_key
 
 RELATIVE = {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-3, "float64": 1e-6}
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}

@@ -1,97 +1,49 @@
 """`data_parallel`: the story of one call.
 
-    bind -> assign roles -> plan -> compile (cached) -> run -> write back
+    repeat?  ->  bind  ->  make even  ->  find or compile  ->  run  ->  write back
 
-`DataParallel.__call__` binds the call and gives every argument a role (`_roles.py`).  For a new
-signature the strategy plans and compiles (`_strategies/`); the launcher that it returns is kept.
-The launcher places the arrays, runs, and writes the new state back into the caller's objects.
+A call that repeats an earlier one takes the short way (`_repeat.py`).  Any other is bound, which
+gives every argument a role: state, batch, replicated or static (`_roles.py`).  Its batch is made
+one that can be split (`_uneven.py`), its NNX objects become a flat list of arrays (`_graph.py`),
+and `_launches.py` finds the launch of its signature.  For a new signature a strategy compiles one
+(`_strategies/`); a per-device strategy does so by a plan (`_plan.py`), which says how each
+gradient, output and Variable leaves the devices.  The launch places the arrays and runs, and the
+new state is written back into the caller's objects.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import logging
-import threading
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from nnx_dp._context import current
-from nnx_dp._explain import Explanation, explain
+from nnx_dp._explain import explain
 from nnx_dp._explain_error import explain_error
-from nnx_dp._graph import StateLeaves, write_back
-from nnx_dp._outputs import check_out_reduce
-from nnx_dp._per_device import StepOptions, padded_output_axes
-from nnx_dp._placement import Devices, make_mesh, replicate, shard_batch
+from nnx_dp._explanation import Explanation
+from nnx_dp._graph import StateLeaves
+from nnx_dp._launches import Launches
+from nnx_dp._leaves import is_state
+from nnx_dp._options import Options, Settings, StepOptions, read_options
+from nnx_dp._outermost import check_not_inside_step, check_outermost
+from nnx_dp._placement import make_mesh, replicate, shard_batch
 from nnx_dp._prefetch import Prefetch
+from nnx_dp._prepared import Prepared
 from nnx_dp._processes import spans_processes
-from nnx_dp._repeat import Call, Repeats, trace_modes
-from nnx_dp._roles import INFER, BoundCall, bind_call, is_state, is_traced, shape_of
-from nnx_dp._state_placement import check_whole, state_placements
-from nnx_dp._state_reduce import parse_rules
-from nnx_dp._strategies._interface import Launch, Signature
-from nnx_dp._strategies.auto import choose
-from nnx_dp._strategies.jit import compile_jit
-from nnx_dp._strategies.pmap import compile_pmap
-from nnx_dp._strategies.shard_map import compile_replicated, compile_shard_map
+from nnx_dp._repeat import Call, Repeats
+from nnx_dp._roles import INFER, BoundCall, bind_call
+from nnx_dp._strategies._interface import Launch
 from nnx_dp._together import Together
-from nnx_dp._uneven import UNEVEN, batch_size, drop_remainder, pad, refuse, unpad
+from nnx_dp._uneven import even_out
 from nnx_dp._verify import Oracle, ShardCheck
-
-_log = logging.getLogger("nnx_dp")
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-Strategy = Literal["auto", "jit", "shard_map", "pmap"]
-_COMPILERS: dict[str, Callable[[Signature], Launch]] = {
-    "jit": compile_jit,
-    "shard_map": compile_shard_map,
-    "pmap": compile_pmap,
-    "replicate": compile_replicated,
-}
-_STRATEGIES = ("auto", "jit", "shard_map", "pmap")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """The decorator's arguments that say how a step is called, placed and launched."""
-
-    strategy: str
-    mesh: Mesh | None
-    devices: Devices
-    in_axes: Any
-    static_argnums: tuple[int, ...]
-    static_argnames: tuple[str, ...]
-    donate: bool
-    shard_optimizer: bool
-    uneven: str
-    verify: bool
-    check_every: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """A call that is ready to run.
-
-    Attributes:
-      bound: the call, its batch made one that can be split.
-      whole: the same with the batch of all processes.
-      given: the sizes of the batch arrays as they were given.
-      state: the arrays of its NNX objects.
-      launch: its signature, compiled.
-    """
-
-    bound: BoundCall
-    whole: BoundCall
-    given: tuple[int, ...]
-    state: StateLeaves
-    launch: Launch
 
 
 class DataParallel(Generic[P, R]):
@@ -102,19 +54,17 @@ class DataParallel(Generic[P, R]):
 
     __wrapped__: Callable[P, R]
 
-    def __init__(self, function: Callable[P, R], settings: _Settings, options: StepOptions):
+    def __init__(self, function: Callable[P, R], settings: Settings, options: StepOptions):
         # A Module that is decorated keeps its attributes to itself.
         updated = () if is_state(function) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, function, updated=updated)
         self._settings = settings
         self._options = options
-        self._launches: dict[Any, Launch] = {}
-        self._chosen = settings.strategy
+        self._launches = Launches(self._name, settings, options)
         self._warned: set[str] = set()
         self._verified: set[Launch] = set()
-        self._repeats = Repeats()
+        self._repeats = Repeats(settings.static_argnums, settings.static_argnames)
         self._calls = 0
-        self._compiling = threading.RLock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -146,7 +96,7 @@ class DataParallel(Generic[P, R]):
     @property
     def strategy(self) -> str:
         """The strategy of the last signature that was compiled; "auto" before the first."""
-        return self._chosen
+        return self._launches.strategy
 
     def replicate(self, *state: Any) -> Any:
         """Places a copy of the state on every device of this step, in place; see `replicate`."""
@@ -186,15 +136,7 @@ class DataParallel(Generic[P, R]):
           Exception: what a call with these arguments would raise before it runs.
         """
         call = self._prepare(args, kwargs)
-        return explain(
-            self._name,
-            call.whole,
-            call.given,
-            call.state,
-            call.launch,
-            self.mesh,
-            len(self._launches),
-        )
+        return explain(self._name, call, self.mesh, signatures=len(self._launches))
 
     def _first(self, call: Call, args: Any, kwargs: Any) -> Any:
         """Makes a call that repeats none, and keeps what is needed to repeat it."""
@@ -202,21 +144,14 @@ class DataParallel(Generic[P, R]):
         bound, state, launch = prepared.bound, prepared.state, prepared.launch
         state.check_alive()
         if self._settings.verify and launch not in self._verified:
-            return self._verify(bound, state, launch)
-        repeat = self._repeats.open(
-            call,
-            bound,
-            state,
-            launch,
-            static_argnums=self._settings.static_argnums,
-            static_argnames=self._settings.static_argnames,
-        )
-        output = _run(bound, state, launch)
+            return self._verify(prepared)
+        repeat = self._repeats.open(call, bound, state, launch)
+        output = prepared.run()
         if repeat is not None:
             self._repeats.close(repeat)
         return output
 
-    def _prepare(self, args: Any, kwargs: Any) -> _Prepared:
+    def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         bound = self._bind(args, kwargs)
         given = tuple(size for _, size in bound.batch_sizes())
         if spans_processes(self.mesh):
@@ -228,27 +163,20 @@ class DataParallel(Generic[P, R]):
                 )
             whole, how = self._together.whole_call(bound), self._settings.strategy
         else:
-            whole, how = bound, self._even_out(bound, batch_size(bound, self._name))
+            devices = self.mesh.shape[self._options.axis_name]
+            how = even_out(bound, devices, self._settings, self._name, warn=self._warn_once)
+            whole = bound
         state = StateLeaves(bound.nodes, bound.node_paths())
-        self._check_outermost(bound, state)
-        return _Prepared(bound, whole, given, state, self._launch(bound, whole, state, how))
+        check_outermost(self._name, bound, state)
+        launch = self._launches.find(bound, whole, state, self.mesh, how)
+        return Prepared(bound, whole, given, state, launch)
 
     @functools.cached_property
     def _together(self) -> Together:
-        return Together(
-            self._name,
-            self.mesh,
-            self._options.axis_name,
-            self._settings.static_argnums,
-            self._settings.static_argnames,
-        )
+        return Together(self._name, self.mesh, self._options.axis_name, self._settings)
 
     def _bind(self, args: Any, kwargs: Any) -> BoundCall:
-        if current() is not None:
-            raise RuntimeError(
-                f"data_parallel({self._name}) was called inside another decorated step, which is "
-                f"data-parallel already. Call the plain function there: {self._name}.__wrapped__."
-            )
+        check_not_inside_step(self._name)
         return bind_call(
             self.__wrapped__,
             args,
@@ -258,98 +186,17 @@ class DataParallel(Generic[P, R]):
             static_argnames=self._settings.static_argnames,
         )
 
-    def _check_outermost(self, bound: BoundCall, state: StateLeaves) -> None:
-        traced = [argument.path for argument, array in bound.located_arrays() if is_traced(array)]
-        if not traced and any(map(is_traced, state.leaves)):
-            traced = [
-                path for path, x in zip(state.paths, state.leaves, strict=True) if is_traced(x)
-            ]
-        if traced:
-            raise RuntimeError(
-                f"data_parallel({self._name}) was called inside another transform (jit, grad, "
-                f"vmap, ...), which traces {traced[0]}. A decorated step is the outermost one: put "
-                f"the transform in the step, or around the plain function {self._name}.__wrapped__."
-            )
-
-    def _even_out(self, bound: BoundCall, size: int) -> str:
-        """Makes the batch one that can be split; returns the strategy, "replicate" or "pad"."""
-        strategy, uneven = self._settings.strategy, self._settings.uneven
-        devices = self.mesh.shape[self._options.axis_name]
-        if size % devices == 0 or (strategy in ("jit", "auto") and uneven == "auto"):
-            return strategy
-        told = f"{size} examples, which {devices} devices do not divide"
-        if uneven == "drop" and size > devices:
-            self._warn_once(f'{told}: uneven="drop" leaves the last {size % devices} out')
-            drop_remainder(bound, size, devices)
-            return strategy
-        if uneven == "replicate":
-            self._warn_once(f'{told}: uneven="replicate" makes every device compute all of them')
-            return "replicate"
-        if uneven == "pad":
-            pad(bound, size, devices)
-            return "pad"
-        raise refuse(bound, size, devices, self._name, strategy)
-
-    def _launch(self, bound: BoundCall, whole: BoundCall, state: StateLeaves, how: str) -> Launch:
-        """Returns the launcher of a call's signature, compiled now if it is new."""
-        shapes = tuple(
-            (aval.shape, aval.dtype, aval.weak_type)
-            for aval in map(shape_of, [*state.leaves, *whole.arrays])
-        )
-        placements = state_placements(
-            state,
-            self.mesh,
-            self._options.axis_name,
-            shard_optimizer=self._settings.shard_optimizer,
-        )
-        key = (how, bound.key, state.key, shapes, placements, trace_modes())
-        with self._compiling:
-            if key not in self._launches:
-                signature = Signature(
-                    whole.abstract(),
-                    state.abstract(),
-                    self.mesh,
-                    placements,
-                    self._options,
-                    self._settings.donate,
-                )
-                if how == "pad":
-                    devices = signature.devices
-                    axes = padded_output_axes(
-                        signature.bound, signature.state, self._options, devices
-                    )
-                    signature = dataclasses.replace(signature, padded_output_axes=axes)
-                    how = self._settings.strategy
-                self._launches[key] = self._compile(signature, how, bound, state)
-            return self._launches[key]
-
-    def _compile(
-        self, signature: Signature, how: str, bound: BoundCall, state: StateLeaves
-    ) -> Launch:
-        if how not in ("jit", "auto"):
-            check_whole(state, signature.state_placements, self._name, how)
-        if how != "auto":
-            return _COMPILERS[how](signature)
-        size = batch_size(signature.bound, self._name)
-        choice = choose(signature, bound, state, even=size % signature.devices == 0)
-        _log.info('data_parallel(%s): strategy "%s": %s', self._name, choice.strategy, choice.why)
-        if choice.strategy != "jit":
-            check_whole(state, signature.state_placements, self._name, choice.strategy)
-        self._chosen = choice.strategy
-        choice.launch.why = choice.why
-        return choice.launch
-
-    def _verify(self, bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
+    def _verify(self, call: Prepared) -> Any:
         """Runs a call and the plain step on one device, on copies, and compares."""
-        oracle = Oracle(bound, state, self.mesh.devices.flat[0])
-        output = _run(bound, state, launch)
+        oracle = Oracle(call.bound, call.state, self.mesh.devices.flat[0])
+        output = call.run()
         try:
             grad_dtype = self._options.grad_dtype
-            oracle.compare(bound, output, drew=launch.drew, grad_dtype=grad_dtype)
+            oracle.compare(call.bound, output, drew=call.launch.drew, grad_dtype=grad_dtype)
         except AssertionError:
-            state.replace(oracle.before)
+            call.state.replace(oracle.before)
             raise
-        self._verified.add(launch)
+        self._verified.add(call.launch)
         return output
 
     def _check_shards(self, args: Any, kwargs: Any) -> None:
@@ -368,12 +215,7 @@ class DataParallel(Generic[P, R]):
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(f"data_parallel({self._name}): {message}.", stacklevel=5)
-
-    def _with(self, **settings: Any) -> DataParallel[P, R]:
-        """Returns the same step with other settings."""
-        settings_of = dataclasses.replace(self._settings, **settings)
-        return DataParallel(self.__wrapped__, settings_of, self._options)
+            warnings.warn(f"data_parallel({self._name}): {message}.", stacklevel=6)
 
     @property
     def _name(self) -> str:
@@ -383,67 +225,29 @@ class DataParallel(Generic[P, R]):
         """Binds like a function, so that a method can be decorated in its class."""
         return self if instance is None else functools.partial(self, instance)
 
+    def __reduce__(self) -> Any:
+        """Pickles and copies like a function: by its name, where that is how it can be found."""
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return (
+            name
+            if found is self
+            else (DataParallel, (self.__wrapped__, self._settings, self._options))
+        )
+
     def __repr__(self) -> str:
         return f"data_parallel({self._name}, strategy={self._settings.strategy!r})"
 
 
-def _run(bound: BoundCall, state: StateLeaves, launch: Launch) -> Any:
-    leaves = launch.run(launch.place_state(state.leaves), bound.arrays)
-    leaves = unpad(list(leaves), launch.padded_axes, bound.unpadded_size)
-    return write_back(launch.structure, leaves, state)
+@overload
+def data_parallel(f: Callable[P, R], /, **options: Unpack[Options]) -> DataParallel[P, R]: ...
 
 
 @overload
 def data_parallel(
-    f: Callable[P, R],
-    /,
-    *,
-    strategy: Strategy = ...,
-    mesh: Mesh | None = ...,
-    devices: Devices = ...,
-    axis_name: str = ...,
-    in_axes: Any = ...,
-    out_axes: Any = ...,
-    out_reduce: Any = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    donate: bool = ...,
-    shard_optimizer: bool = ...,
-    uneven: Literal["auto", "replicate", "pad", "drop", "error"] = ...,
-    rngs: str | Sequence[str] = ...,
-    sync_batch_norm: bool = ...,
-    state_reduce: Any = ...,
-    check: bool = ...,
-    check_every: int | None = ...,
-    verify: bool = ...,
-    loss_reduce: Literal["infer", "mean", "sum"] = ...,
-    grad_dtype: Any = ...,
-) -> DataParallel[P, R]: ...
-
-
-@overload
-def data_parallel(
-    *,
-    strategy: Strategy = ...,
-    mesh: Mesh | None = ...,
-    devices: Devices = ...,
-    axis_name: str = ...,
-    in_axes: Any = ...,
-    out_axes: Any = ...,
-    out_reduce: Any = ...,
-    static_argnums: int | Sequence[int] = ...,
-    static_argnames: str | Iterable[str] = ...,
-    donate: bool = ...,
-    shard_optimizer: bool = ...,
-    uneven: Literal["auto", "replicate", "pad", "drop", "error"] = ...,
-    rngs: str | Sequence[str] = ...,
-    sync_batch_norm: bool = ...,
-    state_reduce: Any = ...,
-    check: bool = ...,
-    check_every: int | None = ...,
-    verify: bool = ...,
-    loss_reduce: Literal["infer", "mean", "sum"] = ...,
-    grad_dtype: Any = ...,
+    **options: Unpack[Options],
 ) -> Callable[[Callable[P, R]], DataParallel[P, R]]: ...
 
 
@@ -558,81 +362,36 @@ def data_parallel(
       >>> loss.shape
       ()
     """
-    _one_of("strategy", strategy, _STRATEGIES)
-    _one_of("uneven", uneven, UNEVEN)
-    _one_of("loss_reduce", loss_reduce, ("infer", "mean", "sum"))
-    check_out_reduce(out_reduce)
-    if not isinstance(axis_name, str):
-        raise TypeError(
-            f"axis_name is {axis_name!r}; write the name of the one axis that the batch is split "
-            "over. A mesh may have other axes besides."
-        )
-    if check_every is not None and (not isinstance(check_every, int) or check_every < 1):
-        raise ValueError(f"check_every is {check_every!r}; write a positive int, or None.")
-    grad_dtype = _checked_grad_dtype(grad_dtype, strategy)
-    if shard_optimizer and (strategy not in ("jit", "auto") or grad_dtype is not None):
-        raise ValueError(
-            f"shard_optimizer=True needs XLA to partition the step, and strategy={strategy!r} "
-            '(or grad_dtype=) gives every device all of the state. Use strategy="jit" or "auto".'
-        )
-    settings = _Settings(
-        strategy="shard_map" if strategy == "auto" and grad_dtype is not None else strategy,
+    settings, step_options = read_options(
+        strategy=strategy,
         mesh=mesh,
         devices=devices,
+        axis_name=axis_name,
         in_axes=in_axes,
-        static_argnums=(static_argnums,)
-        if isinstance(static_argnums, int)
-        else tuple(static_argnums),
-        static_argnames=(static_argnames,)
-        if isinstance(static_argnames, str)
-        else tuple(static_argnames),
+        out_axes=out_axes,
+        out_reduce=out_reduce,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
         donate=donate,
         shard_optimizer=shard_optimizer,
         uneven=uneven,
-        verify=verify,
-        check_every=check_every,
-    )
-    options = StepOptions(
-        axis_name=axis_name,
-        out_axes=out_axes,
-        out_reduce=out_reduce,
-        rngs=rngs if isinstance(rngs, str) else tuple(rngs),
+        rngs=rngs,
         sync_batch_norm=sync_batch_norm,
-        state_reduce=parse_rules(state_reduce),
+        state_reduce=state_reduce,
         check=check,
+        check_every=check_every,
+        verify=verify,
         loss_reduce=loss_reduce,
         grad_dtype=grad_dtype,
     )
     if f is None:
-        return lambda f: _decorate(f, settings, options)
-    return _decorate(f, settings, options)
+        return lambda f: _decorate(f, settings, step_options)
+    return _decorate(f, settings, step_options)
 
 
-def _decorate(f: Callable[P, R], settings: _Settings, options: StepOptions) -> DataParallel[P, R]:
+def _decorate(f: Callable[P, R], settings: Settings, options: StepOptions) -> DataParallel[P, R]:
     if not callable(f):
         raise TypeError(f"data_parallel takes a function, not a {type(f).__name__}: {f!r}.")
     if isinstance(f, DataParallel):
         raise TypeError(f"{f!r} is data-parallel already; decorate the plain function.")
     return DataParallel(f, settings, options)
-
-
-def _checked_grad_dtype(grad_dtype: Any, strategy: str) -> Any:
-    if grad_dtype is None:
-        return None
-    if not jnp.issubdtype(grad_dtype, jnp.floating):
-        raise ValueError(
-            f"grad_dtype is {grad_dtype!r}; write a floating-point dtype such as jnp.bfloat16, or "
-            "None."
-        )
-    if strategy == "jit":
-        raise ValueError(
-            'grad_dtype cannot be used with strategy="jit", where XLA decides what crosses between '
-            'devices. Use "shard_map", "pmap" or "auto", which is then "shard_map".'
-        )
-    return jnp.dtype(grad_dtype)
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        listed = ", ".join(f'"{choice}"' for choice in allowed)
-        raise ValueError(f"{name} is {value!r}; write one of {listed}.")

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from nnx_dp._grad_sync import DECLARED, PlainGradFn
-from nnx_dp._roles import is_state
+from nnx_dp._leaves import is_state
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 LossReduceArgument = Literal["infer", "mean", "sum"]

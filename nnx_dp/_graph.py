@@ -19,7 +19,8 @@ import numpy as np
 from flax import nnx
 from flax.nnx.graphlib import IndexMap, RefMap
 
-from nnx_dp._roles import BoundCall, is_state, shape_of
+from nnx_dp._leaves import is_state, shape_of
+from nnx_dp._roles import BoundCall
 
 
 class StateLeaves:

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 
 from nnx_dp._context import StepContext, current
 from nnx_dp._grad_sync import rows_p
+from nnx_dp._leaves import is_array, is_key, is_state
 from nnx_dp._placement import spec
 from nnx_dp._rngs import split_key
-from nnx_dp._roles import INFER, broadcast_axes, is_array, is_key, is_state
+from nnx_dp._roles import INFER, broadcast_axes
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_dp._leaves import is_array, is_state
 from nnx_dp._processes import is_global, make_global, spans_processes
-from nnx_dp._roles import is_array, is_state
 
 Devices = int | Sequence[Any] | None
 """All devices (None), how many, or which: `jax.Device` objects, which JAX does not type."""

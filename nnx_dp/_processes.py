@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from nnx_dp._roles import is_key, shape_of
+from nnx_dp._leaves import is_key, shape_of
 
 
 def local(tree: Any) -> Any:

@@ -18,9 +18,11 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from nnx_dp._binding import arrange, unwrap
 from nnx_dp._graph import Source, StateLeaves
+from nnx_dp._leaves import is_array, is_state
 from nnx_dp._placement import onto_surrounding
-from nnx_dp._roles import BoundCall, Role, Static, arrange, is_array, is_state, unwrap
+from nnx_dp._roles import BoundCall, Role, Static
 from nnx_dp._snapshot import Snapshot, Unwatchable
 from nnx_dp._strategies._interface import Launch
 
@@ -71,7 +73,8 @@ class Found(NamedTuple):
 class Repeats:
     """The calls that one decorated step can repeat, the latest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, static_argnums: Sequence[int], static_argnames: Sequence[str]):
+        self._static = static_argnums, static_argnames
         self._repeats: tuple[Repeat, ...] = ()
         self._unused = 0
         self._last_nodes: tuple[int, ...] = ()
@@ -89,7 +92,7 @@ class Repeats:
         return None
 
     def open(
-        self, call: Call, bound: BoundCall, state: StateLeaves, launch: Launch, **static: Any
+        self, call: Call, bound: BoundCall, state: StateLeaves, launch: Launch
     ) -> Repeat | None:
         """Looks at a call that is about to be made; None if it is not of a kind to be repeated."""
         nodes = tuple(map(id, bound.nodes))
@@ -98,7 +101,7 @@ class Repeats:
         if self._unused >= _KEPT and not again:
             return None
         try:
-            return Repeat(call, bound, state, launch, **static)
+            return Repeat(call, bound, state, launch, *self._static)
         except Unwatchable:
             return None
 
@@ -121,7 +124,6 @@ class Repeat:
         bound: BoundCall,
         state: StateLeaves,
         launch: Launch,
-        *,
         static_argnums: Sequence[int],
         static_argnames: Sequence[str],
     ):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
+
+from nnx_dp._binding import Whole, arrange, is_leaf, name_of, unwrap
+from nnx_dp._leaves import is_array, is_key, is_state, shape_of
 
 INFER = ...
 """In `in_axes`: work the role out."""
@@ -130,41 +131,6 @@ class BoundCall:
         return self.function(*args, **kwargs)
 
 
-def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Returns the abstract value of an argument, as JAX would trace it."""
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(
-        aval.shape if shape is None else shape,
-        aval.dtype,
-        weak_type=getattr(aval, "weak_type", False),
-    )
-
-
-_PLAIN = frozenset({tuple, list, dict, np.ndarray, bool, int, float, str, type(None)})
-
-
-def is_state(value: Any) -> bool:
-    if type(value) in _PLAIN:  # asked of every argument at every call, so answered fast
-        return False
-    return isinstance(value, nnx.Variable) or nnx.graphlib.is_graph_node(value)
-
-
-def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict]:
-    """Returns the function under partials and bound methods, and the arguments that they hold."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    while True:
-        if isinstance(function, functools.partial):
-            args, kwargs = function.args + args, {**function.keywords, **kwargs}
-            function = function.func
-        elif inspect.ismethod(function):
-            args, function = (function.__self__, *args), function.__func__
-        elif is_state(function):
-            args, function = (function, *args), type(function).__call__
-        else:
-            return function, args, kwargs
-
-
 def bind_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -206,73 +172,8 @@ def bind_call(
     return BoundCall(function, nodes, arrays, tuple(arguments), tuple(statics), treedef)
 
 
-@dataclasses.dataclass(frozen=True)
-class Arranged:
-    """A call matched against its signature.
-
-    Attributes:
-      bound: the match.
-      positional: names of the positional arguments.
-      args: the positional arguments; static ones are wrapped, to stay in one piece.
-      kwargs: the others, likewise.
-    """
-
-    bound: inspect.BoundArguments
-    positional: list[str]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def flatten(self) -> tuple[list[Any], Any]:
-        return jax.tree.flatten((self.args, self.kwargs), is_leaf=_is_leaf)
-
-
-def arrange(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    held: int,
-    static_argnums: Sequence[int],
-    static_argnames: Sequence[str],
-) -> Arranged:
-    """Matches a call, of which a partial or a method holds the first few arguments."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    names = list(signature.parameters)
-    static_names = set(static_argnames)
-    positional = _positional_names(bound)
-    for index in static_argnums:
-        static_names.add(_parameter_at(index, positional[held:], function))
-    unknown = static_names - set(names) - set(bound.kwargs)
-    if unknown:
-        raise ValueError(
-            f"static_argnames names {sorted(unknown)}, but {_name(function)} has the parameters "
-            f"{names}."
-        )
-    wrapped = (
-        _Whole(value) if name.split("[")[0] in static_names else value
-        for value, name in zip(bound.args, positional, strict=True)
-    )
-    named = {
-        name: _Whole(value) if name in static_names else value
-        for name, value in bound.kwargs.items()
-    }
-    return Arranged(bound, positional, tuple(wrapped), named)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """Keeps an argument named in static_argnums or static_argnames in one piece."""
-
-    value: Any
-
-
-def _is_leaf(value: Any) -> bool:
-    return is_state(value) or isinstance(value, _Whole)
-
-
 def _describe(name: str, value: Any, axes: Any) -> list[Argument]:
-    paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_leaf)
+    paths, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
     per_leaf = broadcast_axes(name, axes, value)
     return [
         _describe_leaf(name + jax.tree_util.keystr(path), leaf, axis)
@@ -283,9 +184,9 @@ def _describe(name: str, value: Any, axes: Any) -> list[Argument]:
 def broadcast_axes(name: str, axes: Any, value: Any) -> list[Any]:
     """Spreads a prefix tree of axes over the leaves of one argument."""
     try:
-        return spread_prefix(axes, value, is_leaf=_is_leaf)
+        return spread_prefix(axes, value, is_leaf=is_leaf)
     except ValueError as error:
-        shape = jax.tree.structure(value, is_leaf=_is_leaf)
+        shape = jax.tree.structure(value, is_leaf=is_leaf)
         raise ValueError(
             f"in_axes for {name} is {axes!r}, which is not a prefix of that argument's structure "
             f"{shape}. Write one axis for the whole argument, or a tree of the same form."
@@ -311,7 +212,7 @@ def spread_prefix(
 
 
 def _describe_leaf(path: str, leaf: Any, axis: Any) -> Argument:
-    if isinstance(leaf, _Whole):
+    if isinstance(leaf, Whole):
         return Argument(path, Role.STATIC, why="static_argnums or static_argnames")
     if is_state(leaf):
         _check_state_axis(path, axis)
@@ -341,20 +242,8 @@ def _describe_leaf(path: str, leaf: Any, axis: Any) -> Argument:
     return Argument(path, Role.BATCH, 0, "array with an axis")
 
 
-def is_array(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
 def _is_extended(leaf: np.ndarray) -> bool:
     return leaf.dtype.kind == "V" and leaf.dtype.names is None  # bfloat16, float8
-
-
-def is_traced(value: Any) -> bool:
-    return isinstance(value, Tracer)
-
-
-def is_key(value: Any) -> bool:
-    return is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _checked_axis(path: str, leaf: Any, axis: Any) -> int:
@@ -386,7 +275,7 @@ def _check_state_axis(path: str, axis: Any) -> None:
 
 
 def _static(leaf: Any, path: str) -> Static:
-    value = leaf.value if isinstance(leaf, _Whole) else leaf
+    value = leaf.value if isinstance(leaf, Whole) else leaf
     held = next(
         (f"{path}.{name}" for name, item in _attributes(value) if is_state(item) or is_array(item)),
         None,
@@ -414,26 +303,6 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     return list(getattr(value, "__dict__", {}).items())
 
 
-def _positional_names(bound: inspect.BoundArguments) -> list[str]:
-    """Names the positional arguments of a call; those of *args are `args[0]`, `args[1]`."""
-    names: list[str] = []
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{name}[{i}]" for i in range(len(bound.arguments.get(name, ())))]
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(name)
-    return names[: len(bound.args)]
-
-
-def _parameter_at(index: int, names: Sequence[str], function: Callable[..., Any]) -> str:
-    if not -len(names) <= index < len(names):
-        raise ValueError(
-            f"static_argnums names argument {index}, but {_name(function)} was called with "
-            f"{len(names)} positional arguments: {list(names)}."
-        )
-    return names[index].split("[")[0]
-
-
 def _axes_by_parameter(
     in_axes: Any,
     positional: list[str],
@@ -448,8 +317,8 @@ def _axes_by_parameter(
         unknown = set(in_axes) - set(positional) - set(bound.kwargs)
         if unknown:
             raise ValueError(
-                f"in_axes names {sorted(map(str, unknown))}, but {_name(function)} was called with "
-                f"{positional + list(bound.kwargs)}."
+                f"in_axes names {sorted(map(str, unknown))}, but {name_of(function)} was called "
+                f"with {positional + list(bound.kwargs)}."
             )
         return dict(in_axes)
     given = positional[held:]
@@ -461,7 +330,7 @@ def _axes_by_parameter(
         ]
         if not len(required) <= len(in_axes) <= len(given):
             raise ValueError(
-                f"in_axes has {len(in_axes)} entries, but {_name(function)} was called with "
+                f"in_axes has {len(in_axes)} entries, but {name_of(function)} was called with "
                 f"{len(given)} arguments: {given}. Write one entry for each."
             )
         return dict(zip(given, in_axes, strict=False))
@@ -469,7 +338,3 @@ def _axes_by_parameter(
 
 
 _NO_DEFAULT = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function))

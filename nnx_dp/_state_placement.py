@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_dp._graph import StateLeaves
+from nnx_dp._leaves import is_key
 from nnx_dp._placement import replicated
-from nnx_dp._roles import is_key
 
 SMALLEST = 1024
 """Elements below which an array of the optimizer is not worth dividing."""

@@ -21,9 +21,11 @@ from jax._src import distributed
 from jax.sharding import Mesh
 
 from nnx_dp._graph import StateLeaves
+from nnx_dp._leaves import is_array, is_key, is_state
+from nnx_dp._options import Settings
 from nnx_dp._processes import is_global, processes_along, whole_shape
 from nnx_dp._repeat import Call, leaf_paths
-from nnx_dp._roles import BoundCall, is_array, is_key, is_state
+from nnx_dp._roles import BoundCall
 from nnx_dp._uneven import batch_size
 
 _TIMEOUT = 600_000
@@ -33,16 +35,9 @@ _TIMEOUT = 600_000
 class Together:
     """One decorated step in several processes."""
 
-    def __init__(
-        self,
-        step: str,
-        mesh: Mesh,
-        axis_name: str,
-        static_argnums: Sequence[int],
-        static_argnames: Sequence[str],
-    ):
+    def __init__(self, step: str, mesh: Mesh, axis_name: str, settings: Settings):
         self._step, self._mesh, self._axis_name = step, mesh, axis_name
-        self._static = static_argnums, static_argnames
+        self._static = settings.static_argnums, settings.static_argnames
         self._agreement = Agreement(step)
 
     def whole_call(self, bound: BoundCall) -> BoundCall:

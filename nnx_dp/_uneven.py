@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_dp._options import Settings
 from nnx_dp._roles import Argument, BoundCall
 
-UNEVEN = ("auto", "replicate", "pad", "drop", "error")
+
+def even_out(
+    bound: BoundCall, devices: int, settings: Settings, step: str, *, warn: Callable[[str], None]
+) -> str:
+    """Makes a call's batch one that can be split.
+
+    Returns:
+      How to run it: the strategy, "replicate", or "pad" for a batch that was padded.
+
+    Raises:
+      ValueError: if it cannot be split, and `uneven=` does not say what else to do.
+    """
+    size, strategy, uneven = batch_size(bound, step), settings.strategy, settings.uneven
+    if size % devices == 0 or (strategy in ("jit", "auto") and uneven == "auto"):
+        return strategy
+    told = f"{size} examples, which {devices} devices do not divide"
+    if uneven == "drop" and size > devices:
+        warn(f'{told}: uneven="drop" leaves the last {size % devices} out')
+        _drop_remainder(bound, size, devices)
+        return strategy
+    if uneven == "replicate":
+        warn(f'{told}: uneven="replicate" makes every device compute all of them')
+        return "replicate"
+    if uneven == "pad":
+        _pad(bound, size, devices)
+        return "pad"
+    raise _refusal(bound, size, devices, step, strategy)
 
 
 def batch_size(bound: BoundCall, step: str) -> int:
@@ -41,7 +68,7 @@ def batch_size(bound: BoundCall, step: str) -> int:
     return size
 
 
-def refuse(bound: BoundCall, size: int, devices: int, step: str, strategy: str) -> ValueError:
+def _refusal(bound: BoundCall, size: int, devices: int, step: str, strategy: str) -> ValueError:
     """Returns the error for a batch that does not divide and may not be bent to."""
     where, _ = bound.batch_sizes()[0]
     fewer, more = size - size % devices, size + devices - size % devices
@@ -62,12 +89,12 @@ def _sized(argument: Argument, size: int) -> str:
     return f"{argument.path} has {size} on axis {argument.axis}"
 
 
-def drop_remainder(bound: BoundCall, size: int, devices: int) -> None:
+def _drop_remainder(bound: BoundCall, size: int, devices: int) -> None:
     """Cuts a call's batch to the largest size that the devices divide."""
     _resize(bound, lambda array, axis: _slice(array, axis, size - size % devices))
 
 
-def pad(bound: BoundCall, size: int, devices: int) -> None:
+def _pad(bound: BoundCall, size: int, devices: int) -> None:
     """Lengthens a call's batch, by repeating its last example, to a size that divides."""
     missing = -size % devices
 

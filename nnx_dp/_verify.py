@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_dp._compare import Tolerance, difference, nudge
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_output, numbers_as_arrays
-from nnx_dp._roles import BoundCall, is_key, is_state
+from nnx_dp._leaves import is_key, is_state
+from nnx_dp._roles import BoundCall
 from nnx_dp._uneven import unpad
 
 

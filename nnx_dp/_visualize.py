@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from nnx_dp._explain import ArrayRow, Explanation
+from nnx_dp._explanation import ArrayRow, Explanation
 from nnx_dp._roles import Role
 
 if TYPE_CHECKING:

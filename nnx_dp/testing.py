@@ -24,7 +24,7 @@ from flax import nnx
 from nnx_dp._compare import Tolerance, as_numpy, difference, nudge, wide
 from nnx_dp._data_parallel import DataParallel, data_parallel
 from nnx_dp._graph import StateLeaves
-from nnx_dp._roles import is_array, is_state
+from nnx_dp._leaves import is_array, is_state
 
 STRATEGIES = ("jit", "shard_map", "pmap")
 
@@ -93,7 +93,7 @@ def assert_matches_single_device(
         for count in devices:
             decorated = _decorated(step, strategy, count)
             actual = _run(decorated, *_copied(args, kwargs, None), steps)
-            drew = any(launch.drew for launch in decorated._launches.values())
+            drew = any(launch.drew for launch in decorated._launches)
             narrow = decorated._options.grad_dtype if strategy != "jit" and count > 1 else None
             _compare(
                 actual,
@@ -159,7 +159,8 @@ def _run(step: Callable[..., Any], args: Any, kwargs: Any, steps: int) -> list[d
 def _decorated(step: Callable[..., Any], strategy: str, count: int) -> DataParallel[..., Any]:
     if not isinstance(step, DataParallel):
         return data_parallel(step, strategy=strategy, devices=count)  # type: ignore[arg-type]
-    return step._with(
+    settings = dataclasses.replace(
+        step._settings,
         strategy=strategy,
         mesh=None,
         devices=count,
@@ -167,6 +168,7 @@ def _decorated(step: Callable[..., Any], strategy: str, count: int) -> DataParal
         verify=False,
         shard_optimizer=step._settings.shard_optimizer and strategy == "jit",
     )
+    return DataParallel(step.__wrapped__, settings, step._options)
 
 
 def _copied(args: Any, kwargs: Any, device: Any) -> tuple[Any, Any]:

@@ -499,7 +499,7 @@ def test_state_that_comes_out_with_another_dtype_and_shape(strategy):
         assert_same(dp_step(memory, x), step(plain, x), rtol=2e-2)
         assert_same(memory, plain, rtol=2e-2)
     # No program was given the shapes of another.
-    programs = [launch.function for launch in dp_step._launches.values()]
+    programs = [launch.function for launch in dp_step._launches]
     assert len(programs) == 3
     assert all(program._cache_size() == 1 for program in programs if strategy != "pmap")
 

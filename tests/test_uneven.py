@@ -66,8 +66,9 @@ def test_jit_refuses_where_asked_to():
 def test_replicate_computes_all_of_it_everywhere(strategy):
     state, plain = linear(), linear()
     step = nnx_dp.data_parallel(train_step, strategy=strategy, devices=4, uneven="replicate")
-    with pytest.warns(UserWarning, match="7 examples, which 4 devices do not divide"):
+    with pytest.warns(UserWarning, match="7 examples, which 4 devices do not divide") as told:
         loss = step(*state, *regression(7))
+    assert told[0].filename == __file__
     assert_same(loss, train_step(*plain, *regression(7)))
     loss = step(*state, *regression(7))
     assert_same(loss, train_step(*plain, *regression(7)))

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_dp._graph import OutStructure, StateLeaves
-from nnx_dp._per_device import Plan, StepOptions
+from nnx_dp._options import StepOptions
 from nnx_dp._placement import (
     Owned,
     check_kept,
@@ -20,6 +20,7 @@ from nnx_dp._placement import (
     replicated,
     sharded,
 )
+from nnx_dp._plan import Plan
 from nnx_dp._roles import Argument, BoundCall
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from nnx_dp._graph import StateLeaves
 from nnx_dp._jaxpr import open_jaxpr, sub_jaxprs, user_line
 from nnx_dp._kinds import KERNELS
-from nnx_dp._per_device import failed_to_trace
 from nnx_dp._placement import only_mesh
+from nnx_dp._plan import failed_to_trace
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.jit import compile_jit

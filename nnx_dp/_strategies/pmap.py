@@ -18,8 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_dp._graph import OutStructure
-from nnx_dp._per_device import make_plan
 from nnx_dp._placement import replicated, sharded
+from nnx_dp._plan import make_plan
 from nnx_dp._processes import is_global, regroup, spans_processes
 from nnx_dp._strategies._interface import Launch, Signature
 from nnx_dp._strategies.shard_map import compile_shard_map, planned_function

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_dp._context import StepContext, entered
 from nnx_dp._graph import OutStructure, flatten_call
-from nnx_dp._per_device import Plan, make_plan, per_device_body, per_device_context
+from nnx_dp._per_device import per_device_body, per_device_context
 from nnx_dp._placement import replicated, spec
+from nnx_dp._plan import Plan, make_plan
 from nnx_dp._strategies._interface import Launch, Signature
 
 

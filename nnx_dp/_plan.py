@@ -1,0 +1,311 @@
+"""The plan that a per-device step runs by.
+
+Made once per compilation.  The step is traced abstractly at one device's shapes, with every
+gradient's reduction still open, and at the global shapes with a data axis of size one.  The
+replication proof and the reduction kinds are read off these two jaxprs; what they cannot settle is
+an error before anything has run.  Then the step is traced once more, for real, by the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from nnx_dp._context import StepContext, entered
+from nnx_dp._grad_sync import GradientLedger, LossReduce
+from nnx_dp._graph import OutStructure, StateLeaves
+from nnx_dp._jaxpr import open_jaxpr
+from nnx_dp._kinds import Kind, find_kinds
+from nnx_dp._options import StepOptions
+from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
+from nnx_dp._per_device import (
+    Traced,
+    per_device_context,
+    shard_shape,
+    trace,
+    trace_on_devices,
+)
+from nnx_dp._replication import Taint, Variation, find_variation
+from nnx_dp._roles import BoundCall
+from nnx_dp._state_reduce import apply_rule, reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that was decided for one compilation of a per-device step.
+
+    Attributes:
+      losses: how each gradient's loss is reduced, in trace order.
+      batch_leaves: the (gradient, leaf) pairs that are with respect to a per-device array.
+      structure: what the step leaves behind.
+      exits: how each of its arrays leaves the devices.
+      drew: whether the step draws random numbers that differ between devices.
+      fired: how often each rule was applied in the trace; see `StepContext`.
+    """
+
+    losses: tuple[LossReduce, ...]
+    batch_leaves: frozenset[tuple[int, int]]
+    structure: OutStructure
+    exits: tuple[Exit, ...]
+    drew: bool = False
+    fired: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def ledger(self) -> GradientLedger:
+        return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
+
+    def leave(self, leaves: Sequence[Any], inputs: dict[str, Any], context: StepContext) -> list:
+        """Reduces what has to be reduced; runs inside the body, on every device."""
+        out = []
+        with entered(context):
+            for leaf, way, value in zip(self.structure.leaves, self.exits, leaves, strict=True):
+                if way.how == "rule":
+                    old = inputs.get(leaf.path, value)
+                    value = apply_rule(way.rule, old, value, context.axis_name)
+                elif way.how == "reduce":
+                    value = reduce(str(way.rule), value, context.axis_name)
+                out.append(value)
+        return out
+
+
+def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int) -> Plan:
+    """Traces the step abstractly and decides everything that its compilation needs.
+
+    Raises:
+      ValueError: where the result could differ from what one device would compute.
+    """
+    try:
+        local = trace(bound, state, options, shards=devices, axis_size=devices)
+    except Exception as error:
+        if devices > 1:
+            error.add_note(_shapes_note(bound, devices))
+        raise
+    if devices == 1:
+        exits = tuple(AS_IS for _ in local.structure.leaves)
+        means: list[LossReduce] = ["mean"] * local.ledger.opened
+        return Plan(
+            tuple(means), frozenset(), local.structure, exits, local.ledger.drew, local.fired
+        )
+
+    batch_leaves: set[tuple[int, int]] = set()
+    losses: dict[int, Taint] = {}
+    taints = find_variation(
+        local.jaxpr,
+        local.taints,
+        axis_name=options.axis_name,
+        on_gradient=lambda site, leaf, varies: batch_leaves.add((site, leaf)) if varies else None,
+        on_loss=lambda site, taint: losses.update({site: losses.get(site) or taint}),
+    )
+    comparison = _compare(bound, state, options, devices, local)
+    decided: tuple[LossReduce, ...] = tuple(
+        _loss_reduction(site, losses, comparison, local.ledger, options, devices)
+        for site in range(local.ledger.opened)
+    )
+    exits = _exits(local, comparison, taints, options, devices)
+    return Plan(
+        decided, frozenset(batch_leaves), local.structure, exits, local.ledger.drew, local.fired
+    )
+
+
+def padded_output_axes(
+    bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int
+) -> tuple[int | None, ...]:
+    """Finds the batch axis of every array that a step on a padded batch leaves behind.
+
+    Raises:
+      ValueError: if padding would change anything: an output that is not one row for each example,
+        or state that depends on the batch.
+    """
+    local = trace(bound, state, options, shards=devices, axis_size=devices)
+    found = _compare(bound, state, options, devices, local, through_collectives=False)
+    unseen = Kind("unknown", why=found.why)
+    kinds = found.kinds or [unseen] * len(local.structure.leaves)
+    for leaf, kind in zip(local.structure.leaves, kinds, strict=True):
+        if not kind.same and (leaf.is_state or kind.axis is None):
+            raise ValueError(
+                f'uneven="pad" cannot be used with this step: padding would change {leaf.path}, '
+                f"which is not one row for each example ({kind.reason}). Pad the batch yourself "
+                "and mask it with nnx_dp.mean(losses, where=mask), or use "
+                'uneven="replicate", "drop" or strategy="jit".'
+            )
+    return tuple(kind.axis for kind in kinds)
+
+
+_NOTE = "nnx_dp: in a per-device strategy the step sees the batch of one of"
+
+
+def failed_to_trace(error: Exception) -> bool:
+    """Whether an error is the step's own, at one device's shapes."""
+    return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def _shapes_note(bound: BoundCall, devices: int) -> str:
+    argument, array = next(
+        (argument, array) for argument, array in bound.located_arrays() if argument.axis is not None
+    )
+    whole, local = array.shape, shard_shape(array, argument.axis, devices, 1).shape
+    return (
+        f"{_NOTE} {devices} devices: {argument.path} has shape {local} in it, not {whole}. "
+        'A step that needs the whole batch runs under strategy="jit".'
+    )
+
+
+@dataclasses.dataclass
+class _Comparison:
+    """What the traces at one device's shapes and at the global shapes say together.
+
+    Attributes:
+      shapes: (local, global) of each array that the step leaves behind.
+      kinds: how the devices' values of each make up the global one; None without a global trace.
+      losses: the same for the loss of each gradient.
+      why: why there is no global trace, where there is none.
+    """
+
+    shapes: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]]
+    kinds: list[Kind] | None = None
+    losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
+    why: str = ""
+
+
+def _compare(
+    bound: BoundCall,
+    state: StateLeaves,
+    options: StepOptions,
+    devices: int,
+    local: Traced,
+    through_collectives: bool = True,
+) -> _Comparison:
+    """Traces the step at the global shapes and compares."""
+    smallest = min(size // devices for _, size in bound.batch_sizes())
+    # Axes of size one broadcast: the step would do other operations than on a larger batch.  What
+    # its outputs are does not depend on the size, so two rows show it.
+    scale = 2 if smallest <= local.ledger.microbatches else 1
+    try:
+        if scale > 1:
+            local = trace(bound, state, options, shards=devices, axis_size=devices, scale=scale)
+        whole = trace(bound, state, options, shards=1, axis_size=1, scale=scale)
+    except Exception as error:
+        why = f"the step does not trace at the global shapes ({_first_line(error)})"
+        return _Comparison([(shape, None) for shape in local.out_shapes], why=why)
+    _check_same_structure(local.structure, whole.structure)
+    kinds, losses = find_kinds(
+        local.jaxpr,
+        whole.jaxpr,
+        local.shard_axes,
+        devices=devices,
+        axis_name=options.axis_name,
+        constants=list(zip(local.constants, whole.constants, strict=False)),
+        through_collectives=through_collectives,
+        shared_draws=options.rngs != "split",
+    )
+    shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
+    return _Comparison([*shapes], kinds, losses, "it does other operations on a device's batch")
+
+
+def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:
+    if local.graphdef != whole.graphdef or len(local.leaves) != len(whole.leaves):
+        raise ValueError(
+            "the step leaves another structure behind when it sees one device's batch than when it "
+            "sees the whole one: a static attribute or an output depends on the batch size. "
+            'Keep it in an array (nnx.Variable(jnp.array(...))), or use strategy="jit".'
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossReduce:
+    declared = ledger.declared.get(site, options.loss_reduce)
+    if declared != "infer":
+        return declared
+    taint, kind = losses.get(site), comparison.losses.get(site)
+    conflict = kind is not None and kind.tag == "conflict"
+    if taint is None and not conflict:
+        return "mean"
+    if kind is not None and kind.reduction in ("mean", "sum"):
+        return kind.reduction
+    if kind is not None and kind.axis is not None:
+        return "sum"
+    reason = kind.reason if kind is not None else comparison.why
+    if conflict:
+        raise ValueError(
+            f"gradient {site + 1} of the step, on {devices} devices, is not that of its loss over "
+            f"the batch: {reason}. Options:\n"
+            "1. Return from the backward pass what it is for one device's examples.\n"
+            '2. Say what the loss is, if that is right: loss_reduce="mean" or "sum".\n'
+            '3. Use strategy="jit", where the step sees the whole batch.'
+        )
+    raise ValueError(
+        f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
+        f"the batch ({reason}), so the gradients of the "
+        f"{devices} devices cannot be combined into that of one device. It depends on {taint}. "
+        "Options:\n"
+        "1. For a mean over a varying number of items, nnx_dp.mean(losses, where=mask).\n"
+        "2. Reduce it over the devices in the step: nnx_dp.psum, nnx_dp.pmean.\n"
+        '3. Say what it is: loss_reduce="mean" or "sum", on the decorator or in '
+        "nnx_dp.value_and_grad.\n"
+        '4. Use strategy="jit", where the step sees the whole batch.'
+    )
+
+
+def _exits(local, comparison, taints, options, devices) -> tuple[Exit, ...]:
+    structure = local.structure
+    axes = spread_over_output(options.out_axes, structure, "out_axes")
+    reductions = spread_over_output(options.out_reduce, structure, "out_reduce")
+    inner, _ = open_jaxpr(local.jaxpr)
+    inputs = set(map(id, inner.invars))
+    exits = []
+    for index, leaf in enumerate(structure.leaves):
+        shape, whole = comparison.shapes[index]
+        evidence = Evidence(
+            local=shape,
+            whole=whole,
+            taint=taints[index],
+            kind=None if comparison.kinds is None else comparison.kinds[index],
+            untouched=id(inner.outvars[index]) in inputs and taints[index] is None,
+        )
+        if leaf.is_state:
+            way = state_exit(
+                leaf,
+                evidence,
+                rules=options.state_reduce,
+                sync_batch_norm=options.sync_batch_norm,
+                check=options.check,
+                devices=devices,
+            )
+            if way.how == "rule" and callable(way.rule) and options.check:
+                _check_rule(leaf, way.rule, shape, options, devices)
+        else:
+            way = output_exit(
+                leaf,
+                evidence,
+                axis=axes[leaf.position],
+                reduction=reductions[leaf.position],
+                devices=devices,
+                why=comparison.why,
+            )
+        exits.append(way)
+    return tuple(exits)
+
+
+def _check_rule(leaf, rule, shape, options, devices) -> None:
+    """Proves that a rule given as a function leaves the same value on every device."""
+
+    def apply(old, new):
+        with entered(per_device_context(options, devices, GradientLedger())):
+            return rule(old, new)
+
+    body, constants, _ = trace_on_devices(apply, devices, options.axis_name, shape, shape)
+    taints: list[Taint] = [None] * (len(constants) + 1) + [
+        Variation("the new value on each device")
+    ]
+    (taint,) = find_variation(body, taints, axis_name=options.axis_name)
+    if taint is not None:
+        raise ValueError(
+            f"the state_reduce rule for {leaf.path} would leave different values on the {devices} "
+            f"devices: it depends on {taint}. Reduce the new value in it, with nnx_dp.pmean, "
+            "nnx_dp.psum, nnx_dp.pmax or nnx_dp.pmin."
+        )
