@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracle import STRATEGIES, assert_same, linear, regression, train_step
 
 import nnx_dp
@@ -190,6 +192,48 @@ def test_step_needs_no_more_memory_than_a_functional_one(strategy):
     ours, theirs = (p.memory_analysis().temp_size_in_bytes for p in (program, alone))
     # The all-reduce needs a buffer for what it reduces; a step on one device has no such thing.
     assert ours <= 1.02 * theirs + gradient_bytes(model) + 1024
+
+
+class Rematerialised(Scanned):
+    """Layers that are computed again in the backward pass; see docs/performance.md for `graph=`."""
+
+    def __init__(self, width, layers, **options):
+        super().__init__(width, layers)
+        self.options = tuple(options.items())
+
+    def __call__(self, x):
+        layer = nnx.remat(lambda linear, x: nnx.relu(linear(x)), **dict(self.options))
+        return nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+@pytest.mark.parametrize("strategy", LOWERED)
+@pytest.mark.parametrize("remat", [False, True])
+def test_scanned_stack_needs_no_more_memory_than_a_functional_one(remat, strategy):
+    layers = 16
+    model = Rematerialised(64, layers, graph=False) if remat else Scanned(64, layers)
+    state = with_sgd(model)
+    x, y = batch(256, 64)
+    program = compiled(train_step, state, x, y, strategy=strategy, devices=2)
+    graphdef, params = nnx.split(model.layers)
+
+    def layer(params, x):
+        return nnx.relu(nnx.merge(graphdef, params)(x))
+
+    @jax.jit
+    def functional(params, x, y):
+        def loss_fn(params, x, y):
+            body = jax.checkpoint(layer) if remat else layer
+            x, _ = jax.lax.scan(lambda x, params: (body(params, x), None), x, params)
+            return jnp.mean((x - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    mesh = nnx_dp.data_parallel(train_step, devices=2).mesh
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    theirs = functional.lower(params, *nnx_dp.shard_batch((x, y), mesh=mesh)).compile()
+    ours, theirs = (p.memory_analysis().temp_size_in_bytes for p in (program, theirs))
+    assert ours <= 1.02 * theirs + 1024
 
 
 @pytest.mark.parametrize("strategy", LOWERED)
