@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from nnx_dp._graph import StateLeaves, write_back
+from nnx_dp._interrupt import to_its_end
 from nnx_dp._roles import BoundCall
 from nnx_dp._strategies._interface import Launch
 from nnx_dp._uneven import unpad
@@ -34,4 +35,4 @@ class Prepared:
         launch = self.launch
         leaves = launch.run(launch.place_state(self.state.leaves), self.bound.arrays)
         leaves = unpad(list(leaves), launch.padded_axes, self.bound.unpadded_size)
-        return write_back(launch.structure, leaves, self.state)
+        return to_its_end(lambda: write_back(launch.structure, leaves, self.state))

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from nnx_dp._binding import arrange, unwrap
 from nnx_dp._graph import Source, StateLeaves
+from nnx_dp._interrupt import to_its_end
 from nnx_dp._leaves import is_array, is_state
 from nnx_dp._placement import onto_surrounding
 from nnx_dp._roles import BoundCall, Role, Static
@@ -213,7 +214,7 @@ class Repeat:
                 self._check_alive(call, state)
             raise
         leaves = onto_surrounding(made)
-        self._snapshot.write(leaves[:count])
+        to_its_end(lambda: self._snapshot.write(leaves[:count]))
         # A step may leave another dtype or shape behind: that is another signature.
         if not as_left and leaves is made and [*map(_shape, leaves[:count])] == self._shapes:
             self._avals = [*map(_aval, leaves[:count])]
