@@ -59,7 +59,13 @@ def arrange(
 ) -> Arranged:
     """Matches a call, of which a partial or a method holds the first few arguments."""
     signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{name_of(function)} was called with arguments that do not fit its parameters "
+            f"{list(signature.parameters)}: {error}."
+        ) from None
     bound.apply_defaults()
     names = list(signature.parameters)
     static_names = set(static_argnames)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from flax.errors import TraceContextError
+
 # What JAX says, what it means for a decorated step, and what to write instead.
 _CASES: tuple[tuple[str, str], ...] = (
     (
@@ -52,6 +54,12 @@ _CASES: tuple[tuple[str, str], ...] = (
         'strategy="jit".',
     ),
     (
+        r"(graph node from|[Cc]annot mutate .* from)( a)? different trace level",
+        "an NNX object is used or changed in a function that it was not passed to. Make it an "
+        "argument of the step, instead of closing over it; and if the step holds another "
+        "transform, an argument of the function that is given to that.",
+    ),
+    (
         r"cannot contain `StateAxes`",
         "the step uses nnx.StateAxes in tree mode, which has none. Pass graph=True and "
         "graph_updates=True to that transform.",
@@ -67,8 +75,6 @@ def explain_error(error: Exception, *, step: str, axis_name: str) -> Exception |
         if found:
             meant = found.expand(meaning.replace("{axis_name}", axis_name))
             message = f"data_parallel({step}): {meant}"
-            kind = (
-                type(error) if type(error) in (NameError, TypeError, ValueError) else RuntimeError
-            )
-            return kind(message)
+            kept = (NameError, TypeError, ValueError, TraceContextError)
+            return type(error)(message) if type(error) in kept else RuntimeError(message)
     return None

@@ -58,6 +58,13 @@ class Evidence:
 
 AS_IS = Exit("as_is")
 
+NO_GLOBAL_TRACE = (
+    "1. Put the function that needs one device's shapes in nnx_dp.per_device, and use "
+    'strategy="jit", where the rest of the step sees the whole batch.\n'
+    "2. Write in_axes={'name': None} for an argument that is as long as the batch and is not "
+    "part of it, such as a mask that is the same for all examples."
+)
+
 
 def state_exit(
     leaf: OutLeaf,
@@ -151,11 +158,18 @@ def output_exit(
         return AS_IS
     if kind is not None and kind.reduction is not None and not _is_key(evidence.local):
         return Exit("reduce", rule=kind.reduction)
-    reason = kind.reason if kind is not None else why
+    if kind is None:
+        raise ValueError(
+            f"{leaf.path}, of shape {shape} on each of {devices} devices, cannot be told to be "
+            f"rows, a mean or a sum of the batch: {why}. Options:\n{NO_GLOBAL_TRACE}\n"
+            '3. Say how it is put together: out_axes=0 for rows, out_reduce="mean" (or "sum", '
+            '"max", "min") for a value that is reduced.'
+        )
     raise ValueError(
         f"{leaf.path}, of shape {shape} on each of {devices} devices, "
         + (f"depends on {taint}, and " if taint is not None else "")
-        + f"is neither a plain mean, sum, maximum nor minimum over the batch: {reason}. Options:\n"
+        + f"is neither a plain mean, sum, maximum nor minimum over the batch: {kind.reason}. "
+        "Options:\n"
         '1. Say how it is reduced: out_reduce="mean" (or "sum", "max", "min"), or out_axes=0 if '
         "the devices' values are to be concatenated.\n"
         "2. Reduce it in the step: nnx_dp.mean(x, where=mask) for a mean over a varying number of "

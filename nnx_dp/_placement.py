@@ -65,6 +65,11 @@ def make_mesh(mesh: Mesh | None, devices: Devices, axis_name: str) -> Mesh:
         chosen = list(devices)
         if not chosen:
             raise ValueError("devices is empty; give at least one device, or None for all.")
+        if not all(isinstance(device, jax.Device) for device in chosen):
+            raise ValueError(
+                f"devices is {devices!r}; write how many, a list of devices (jax.devices()), or "
+                "None for all."
+            )
     return Mesh(np.array(chosen), (axis_name,), axis_types=(AxisType.Auto,))
 
 

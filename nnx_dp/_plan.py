@@ -20,7 +20,15 @@ from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._jaxpr import open_jaxpr
 from nnx_dp._kinds import Kind, find_kinds
 from nnx_dp._options import StepOptions
-from nnx_dp._outputs import AS_IS, Evidence, Exit, output_exit, spread_over_output, state_exit
+from nnx_dp._outputs import (
+    AS_IS,
+    NO_GLOBAL_TRACE,
+    Evidence,
+    Exit,
+    output_exit,
+    spread_over_output,
+    state_exit,
+)
 from nnx_dp._per_device import (
     Traced,
     per_device_context,
@@ -237,6 +245,14 @@ def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossR
             "1. Return from the backward pass what it is for one device's examples.\n"
             '2. Say what the loss is, if that is right: loss_reduce="mean" or "sum".\n'
             '3. Use strategy="jit", where the step sees the whole batch.'
+        )
+    if comparison.kinds is None:
+        raise ValueError(
+            f"gradient {site + 1} of the step cannot be put together from those of the {devices} "
+            f"devices: {reason}, so nothing says whether its loss is a mean or a sum over the "
+            f"batch. Options:\n{NO_GLOBAL_TRACE}\n"
+            '3. Say what it is: loss_reduce="mean" or "sum", on the decorator or in '
+            "nnx_dp.value_and_grad."
         )
     raise ValueError(
         f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "

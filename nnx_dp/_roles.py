@@ -280,6 +280,12 @@ def _static(leaf: Any, path: str) -> Static:
         (f"{path}.{name}" for name, item in _attributes(value) if is_state(item) or is_array(item)),
         None,
     )
+    # Most hash by identity: static, every batch would be a compilation of its own.
+    if hasattr(value, "__array__") and not isinstance(leaf, Whole):
+        raise TypeError(
+            f"{path} is a {type(value).__name__}, which is neither a NumPy nor a JAX array. Pass "
+            f"np.asarray({path})."
+        )
     if held is not None:
         raise TypeError(
             f"{path} is a {type(value).__name__}, a plain Python object, and {held} is state or an "
@@ -290,9 +296,9 @@ def _static(leaf: Any, path: str) -> Static:
         hash(value)
     except TypeError as error:
         raise TypeError(
-            f"{path} is a {type(value).__name__}: neither an array nor hashable. Pass arrays, NNX "
-            "objects, pytrees of them, or hashable values (a frozen dataclass, a tuple) that are "
-            "part of the compilation."
+            f"{path} is a {type(value).__name__}: neither an array nor hashable. Pass arrays "
+            f"(np.asarray({path}), if it holds numbers), NNX objects, pytrees of them, or hashable "
+            "values (a frozen dataclass, a tuple) that are part of the compilation."
         ) from error
     return Static(value)
 

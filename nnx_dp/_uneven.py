@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,23 +49,28 @@ def batch_size(bound: BoundCall, step: str) -> int:
     """
     split = bound.batch_sizes()
     if not split:
-        others = [a.path for a in bound.arguments]
+        others = _listed([a.path for a in bound.arguments])
         raise ValueError(
-            f"data_parallel({step}) found no batch among its arguments {others}: a batch is an "
-            "array with at least one axis. Pass one, or call the step undecorated."
+            f"data_parallel({step}) found no batch among its arguments ({others}): a batch is an "
+            "array with at least one axis. Pass one (np.asarray makes one of a list of numbers), "
+            "or call the step undecorated."
         )
-    sizes = {size for _, size in split}
-    if len(sizes) > 1:
-        listed = ", ".join(_sized(argument, size) for argument, size in split)
+    sizes = [size for _, size in split]
+    if len(set(sizes)) > 1:
+        rarest = min(sizes, key=lambda size: (sizes.count(size), size))
+        odd = next(argument.path for argument, size in split if size == rarest)
+        name = odd if odd.isidentifier() else "name"
+        listed = any(re.search(r"\[\d+\]$", argument.path) for argument, _ in split)
+        stack = " np.stack makes one array of a list with one for each example." if listed else ""
         raise ValueError(
-            f"data_parallel({step}) found batch arrays of different lengths: {listed}. Every array "
-            "with an axis is taken as part of the batch. Write None in in_axes for one that is the "
-            "same for all examples (in_axes={'name': None}), or the axis that holds its examples."
+            f"data_parallel({step}) found batch arrays of different lengths: {_sizes(split)}. "
+            "Every array with an axis is taken as part of the batch. Write None in in_axes for one "
+            f"that is the same for all examples (in_axes={{'{name}': None}}), or the axis that "
+            f"holds its examples.{stack}"
         )
-    (size,) = sizes
+    size = sizes[0]
     if size == 0:
-        listed = ", ".join(_sized(argument, size) for argument, size in split)
-        raise ValueError(f"data_parallel({step}) was given an empty batch: {listed}.")
+        raise ValueError(f"data_parallel({step}) was given an empty batch: {_sizes(split)}.")
     return size
 
 
@@ -85,8 +91,19 @@ def _refusal(bound: BoundCall, size: int, devices: int, step: str, strategy: str
     )
 
 
-def _sized(argument: Argument, size: int) -> str:
-    return f"{argument.path} has {size} on axis {argument.axis}"
+def _sizes(split: Sequence[tuple[Argument, int]]) -> str:
+    """Says the size of each array, or of a few of each size where there are many."""
+    by_size: dict[int, list[str]] = {}
+    for argument, size in split:
+        told = f"{argument.path} has {size} on axis {argument.axis}"
+        by_size.setdefault(size, []).append(told)
+    return ", ".join(map(_listed, by_size.values()))
+
+
+def _listed(told: Sequence[str], most: int = 6) -> str:
+    if len(told) <= most:
+        return ", ".join(told)
+    return f"{', '.join(told[: most - 1])} and {len(told) - most + 1} more"
 
 
 def _drop_remainder(bound: BoundCall, size: int, devices: int) -> None:

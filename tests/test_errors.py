@@ -92,7 +92,19 @@ def test_padding_that_would_change_the_result(strategy):
 @every_strategy
 def test_batch_arrays_of_different_lengths(strategy):
     match = r"different lengths: x has 8 on axis 0, y has 4 on axis 0.*in_axes"
-    refuse(step, ValueError, match, X, Y[:4], strategy=strategy)
+    told = refuse(step, ValueError, match, X, Y[:4], strategy=strategy)
+    assert "in_axes={'y': None}" in told
+    assert "np.stack" not in told
+
+
+@every_strategy
+def test_batch_that_is_a_list_of_examples(strategy):
+    told = refuse(step, ValueError, "different lengths", [*X], [*Y], strategy=strategy)
+    assert "np.stack" in told
+    assert "and 3 more" in told
+    told = refuse(step, ValueError, "no batch", X.tolist(), Y.tolist(), strategy=strategy)
+    assert "np.asarray" in told
+    assert len(told) < 300
 
 
 @every_strategy
@@ -216,6 +228,19 @@ def test_object_that_is_neither_array_nor_hashable(strategy):
 
 
 @every_strategy
+def test_tensor_of_another_package(strategy):
+    class Tensor:
+        def __init__(self, values):
+            self.values = values
+
+        def __array__(self, dtype=None, copy=None):
+            return self.values
+
+    match = r"x is a Tensor, which is neither a NumPy nor a JAX array\. Pass np\.asarray\(x\)"
+    refuse(step, TypeError, match, Tensor(X), Y, strategy=strategy)
+
+
+@every_strategy
 @pytest.mark.parametrize("hold", [lambda t: t, lambda t: [t]], ids=["itself", "in a list"])
 def test_plain_object_that_holds_a_model(strategy, hold):
     def step(trainer, x, y):
@@ -296,6 +321,8 @@ def test_static_argument_that_is_an_array(strategy):
 
 @every_strategy
 def test_call_that_does_not_fit_the_signature(strategy):
+    match = r"step was called with .* parameters \['model', 'optimizer', 'rngs', 'x', 'y'\]"
+    refuse(step, TypeError, match, X, strategy=strategy)
     refuse(step, TypeError, "missing a required argument: 'y'", X, strategy=strategy)
     refuse(step, TypeError, "too many positional arguments", X, Y, Y, strategy=strategy)
 
@@ -344,6 +371,7 @@ def test_things_that_are_no_step():
         ({"devices": 9}, r"devices=9, but JAX has 8 cpu device\(s\)\. Ask for 1 to 8"),
         ({"devices": 0}, "devices=0, but JAX has 8"),
         ({"devices": []}, "devices is empty"),
+        ({"devices": "cpu"}, "devices is 'cpu'; write how many"),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ def test_module_that_is_captured_and_written_to(strategy):
         return model(x)
 
     dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4)
-    with refused(flax.errors.TraceContextError, "Cannot mutate", model, captured):
+    with refused(flax.errors.TraceContextError, "argument of the step", model, captured):
         dp_step(model, X)
     assert not isinstance(captured.kernel[...], jax.core.Tracer)
     assert_same(captured(X), linear(seed=1)[0](X))

@@ -191,6 +191,11 @@ def test_shapes_that_trace_on_a_device_only_need_a_word(strategy):
     undeclared = nnx_dp.data_parallel(step, strategy=strategy, devices=4)
     with refused(ValueError, r"output\[0\].*does not trace at the global shapes", *given_model):
         undeclared(*given_model, *classify())
+    gradient = nnx_dp.data_parallel(
+        lambda m, x, y: nnx.grad(lambda m: step(m, x, y)[1])(m), strategy=strategy, devices=4
+    )
+    with refused(ValueError, r"(?s)gradient 1 of the step.*nnx_dp\.per_device", *given_model):
+        gradient(*given_model, *classify())
     declared = nnx_dp.data_parallel(
         step, strategy=strategy, devices=4, out_axes=(0, ...), out_reduce=(None, "mean")
     )
