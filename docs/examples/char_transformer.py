@@ -133,10 +133,11 @@ def plot(losses: np.ndarray, alone: np.ndarray, path: Path) -> None:
         axis.plot(np.arange(len(each)) + 1, each, label=label, **style)
     axis.set(title="A character transformer", xlabel="step", ylabel="training loss")
     axis.set(xscale="log", ylim=(0, None))
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

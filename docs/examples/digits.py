@@ -242,7 +242,7 @@ def plot(runs: list[Run], plain_runs: list[Run], epochs: int, path: Path) -> Non
         below.legend(frameon=False, loc="upper left", ncols=2)
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("difference from\none device")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

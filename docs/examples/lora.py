@@ -69,13 +69,14 @@ def plot(pretraining: list[float], tuning: list[float], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     steps = np.arange(len(pretraining)) + 1
-    axis.plot(steps, pretraining, color="0.6", label="digits 0 to 4, all weights")
+    axis.plot(steps, pretraining, color="0.6", label="digits 0 to 4, own weights")
     axis.plot(steps + len(steps), tuning, color="#0072b2", label="digits 5 to 9, LoRA only")
     axis.set(title="Fine-tuning with LoRA", xlabel="step", ylabel="training loss", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    axis.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

@@ -75,11 +75,11 @@ def plot(whole: list[float], halves: list[list[float]], path: Path) -> None:
     axis.plot(steps, whole, color="0.8", linewidth=5, label="never stopped, eight devices")
     axis.plot(steps[: len(first)], first, color="#0072b2", label="until it stopped, eight devices")
     axis.plot(steps[len(first) :], second, color="#d55e00", label="restored, two devices")
-    axis.set(title="One run in two parts", xlabel="step", ylabel="training loss", yscale="log")
+    axis.set(title="One run in two parts", xlabel="step", ylabel="training loss", ylim=(0, None))
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

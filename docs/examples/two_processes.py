@@ -94,11 +94,11 @@ def plot(together: np.ndarray, alone: np.ndarray, path: Path) -> None:
     steps = np.arange(len(alone)) + 1
     axis.plot(steps, alone, color="0.8", linewidth=5, label="one process, one device")
     axis.plot(steps, together, color="#0072b2", label="two processes, four devices")
-    axis.set(title="Digits in two processes", xlabel="step", ylabel="training loss", yscale="log")
+    axis.set(title="Digits in two processes", xlabel="step", ylabel="training loss", ylim=(0, None))
     axis.grid(axis="y", color="0.92")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

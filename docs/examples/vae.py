@@ -70,7 +70,7 @@ def reconstruct(model, images):
 
 def plot(losses: list[float], images: np.ndarray, decoded: np.ndarray, path: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
+    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
     left.plot(np.arange(len(losses)) + 1, losses, color="#0072b2", linewidth=1.2)
     left.set(title="Negative evidence lower bound", xlabel="step", ylabel="nats for each image")
     left.grid(axis="y", color="0.92")
@@ -79,8 +79,9 @@ def plot(losses: list[float], images: np.ndarray, decoded: np.ndarray, path: Pat
     tiles = np.stack([images.reshape(-1, 8, 8, 8), decoded.reshape(-1, 8, 8, 8)], axis=1)
     tiles = np.pad(tiles.reshape(-1, 8, 8, 8), ((0, 0), (0, 0), (1, 1), (1, 1)))
     right.imshow(tiles.swapaxes(1, 2).reshape(len(tiles) * 10, -1), cmap="gray_r")
-    right.set(title="Digits, and what they became, below each row", xticks=[], yticks=[])
-    figure.savefig(path, dpi=150)
+    right.set(title="Digits above their reconstructions", xticks=[], yticks=[])
+    right.spines[:].set_visible(False)
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
