@@ -45,3 +45,6 @@ html_theme_options = {
     "navbar_persistent": [],
 }
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
+smartquotes_action = "De"  # straight quotes: a quoted word of a docstring is code, to be copied
