@@ -25,6 +25,7 @@ autodoc_typehints = "none"  # the docstrings say what each argument is
 default_role = "py:obj"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as one list
 add_module_names = False
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
