@@ -31,6 +31,7 @@ from jax.interpreters import ad, mlir
 
 from nnx_dp._context import StepContext, per_device
 from nnx_dp._hooks import wrap_method
+from nnx_dp._jaxpr import open_jaxpr, sub_jaxprs
 
 Reduce = Literal["plan", "pmean", "psum", "scale", "keep"]
 LossReduce = Literal["mean", "sum"]
@@ -234,6 +235,22 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
         return loss, rest
 
     return hooked
+
+
+def differentiated_shapes(jaxpr: Any) -> dict[tuple[int, int], set[tuple[int, ...]]]:
+    """Finds the shapes of what is differentiated in a jaxpr, by gradient and leaf."""
+    found: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+    inner, _ = open_jaxpr(jaxpr)
+    for eqn in inner.eqns:
+        if eqn.primitive is grad_sync_p:
+            if eqn.params["reduce"] == "plan":
+                key = eqn.params["site"], eqn.params["leaf"]
+                found.setdefault(key, set()).add(eqn.outvars[0].aval.shape)
+            continue
+        for sub in sub_jaxprs(eqn):
+            for key, shapes in differentiated_shapes(sub).items():
+                found.setdefault(key, set()).update(shapes)
+    return found
 
 
 def synchronise(loss: Any, gradients: list[Any]) -> tuple[Any, list[Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from nnx_dp._context import StepContext, entered
-from nnx_dp._grad_sync import GradientLedger, LossReduce
+from nnx_dp._grad_sync import GradientLedger, LossReduce, differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._jaxpr import open_jaxpr
 from nnx_dp._kinds import Kind, find_kinds
@@ -97,16 +97,19 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
             tuple(means), frozenset(), local.structure, exits, local.ledger.drew, local.fired
         )
 
-    batch_leaves: set[tuple[int, int]] = set()
+    comparison = _compare(bound, state, options, devices, local)
+    batch_leaves = set(comparison.batch_leaves)
     losses: dict[int, Taint] = {}
     taints = find_variation(
         local.jaxpr,
         local.taints,
         axis_name=options.axis_name,
+        batch_leaves=comparison.batch_leaves,
         on_gradient=lambda site, leaf, varies: batch_leaves.add((site, leaf)) if varies else None,
         on_loss=lambda site, taint: losses.update({site: losses.get(site) or taint}),
     )
-    comparison = _compare(bound, state, options, devices, local)
+    if comparison.kinds is None and options.check:
+        _check_differentiated(local, batch_leaves, bound, state, devices)
     decided: tuple[LossReduce, ...] = tuple(
         _loss_reduction(site, losses, comparison, local.ledger, options, devices)
         for site in range(local.ledger.opened)
@@ -168,12 +171,14 @@ class _Comparison:
       shapes: (local, global) of each array that the step leaves behind.
       kinds: how the devices' values of each make up the global one; None without a global trace.
       losses: the same for the loss of each gradient.
+      batch_leaves: the (gradient, leaf) pairs whose shape depends on the batch size.
       why: why there is no global trace, where there is none.
     """
 
     shapes: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]]
     kinds: list[Kind] | None = None
     losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
+    batch_leaves: frozenset[tuple[int, int]] = frozenset()
     why: str = ""
 
 
@@ -209,7 +214,30 @@ def _compare(
         shared_draws=options.rngs != "split",
     )
     shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
-    return _Comparison([*shapes], kinds, losses, "it does other operations on a device's batch")
+    differentiated = differentiated_shapes(whole.jaxpr)
+    batch_leaves = frozenset(
+        key
+        for key, local_shapes in differentiated_shapes(local.jaxpr).items()
+        if local_shapes != differentiated.get(key)
+    )
+    why = "it does other operations on a device's batch"
+    return _Comparison([*shapes], kinds, losses, batch_leaves, why)
+
+
+def _check_differentiated(local, batch_leaves, bound, state, devices) -> None:
+    """Refuses what only a global trace could tell to be a row for each example, or not."""
+    shared = {leaf.shape for leaf in state.leaves}
+    shared |= {x.shape for argument, x in bound.located_arrays() if argument.axis is None}
+    sizes = {size // devices for _, size in bound.batch_sizes()}
+    for key, shapes in differentiated_shapes(local.jaxpr).items():
+        for shape in shapes - shared:
+            if key not in batch_leaves and sizes & set(shape):
+                raise ValueError(
+                    f"gradient {key[0] + 1} of the step is with respect to an array of shape "
+                    f"{shape} on each of {devices} devices, which the step makes itself. The step "
+                    "does not trace at the global shapes, so nothing says whether that array has "
+                    "a row for each example. Pass it to the step as an argument or a Variable."
+                )
 
 
 def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:

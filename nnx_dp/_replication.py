@@ -11,7 +11,7 @@ meets something that it does not know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nnx_dp._grad_sync import grad_sync_p, loss_p
@@ -65,6 +65,7 @@ def find_variation(
     taints: Sequence[Taint],
     *,
     axis_name: str,
+    batch_leaves: Iterable[tuple[int, int]] = (),
     on_gradient: Callable[[int, int, bool], None] = lambda site, leaf, varies: None,
     on_loss: Callable[[int, Taint], None] = lambda site, taint: None,
 ) -> list[Taint]:
@@ -74,13 +75,14 @@ def find_variation(
       jaxpr: the step's body as one device runs it.
       taints: for each input, None or why it varies.
       axis_name: the data axis.
+      batch_leaves: the (gradient, leaf) pairs that are known to be one row for each example.
       on_gradient: called with (gradient, leaf, whether the differentiated value varies).
       on_loss: called with (gradient, why its loss varies or None).
 
     Returns:
       For each output, None if it is provably equal on all devices, or why it varies.
     """
-    walk = _Walk(axis_name, on_gradient, on_loss)
+    walk = _Walk(axis_name, on_gradient, on_loss, set(batch_leaves))
     while True:
         known = set(walk.varying)
         outputs = walk.jaxpr(jaxpr, list(taints))

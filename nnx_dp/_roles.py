@@ -281,7 +281,8 @@ def _static(leaf: Any, path: str) -> Static:
         None,
     )
     # Most hash by identity: static, every batch would be a compilation of its own.
-    if hasattr(value, "__array__") and not isinstance(leaf, Whole):
+    looks_like_one = hasattr(value, "__array__") and not isinstance(value, type)
+    if looks_like_one and not isinstance(leaf, Whole):
         raise TypeError(
             f"{path} is a {type(value).__name__}, which is neither a NumPy nor a JAX array. Pass "
             f"np.asarray({path})."

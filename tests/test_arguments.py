@@ -21,6 +21,7 @@ from oracle import (
     assert_same,
     check_against_one_device,
     linear,
+    refused,
     regression,
     train_step,
 )
@@ -819,3 +820,27 @@ def test_decorated_module_keeps_its_attributes_to_itself(strategy):
     assert_same(step(x), model(x))
     assert not hasattr(step, "kernel")
     assert step.__wrapped__ is model
+
+
+class Tensor:
+    """Hashable by its identity, as arrays of other packages are."""
+
+    def __init__(self, array):
+        self._hidden = (array,)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self._hidden[0], dtype)
+
+
+def test_array_of_another_package_is_not_a_static_value():
+    step = nnx_dp.data_parallel(lambda model, x, y: jnp.mean(model(jnp.asarray(x)) - y), devices=2)
+    x, y = regression()
+    model, _ = linear()
+    with refused(TypeError, r"x is a Tensor, which is neither .* Pass np.asarray\(x\)", model):
+        step(model, Tensor(x), y)
+
+
+def test_dtype_is_a_static_value():
+    step = nnx_dp.data_parallel(lambda x, dtype: jnp.mean(x.astype(dtype)), devices=2)
+    for dtype in (np.float16, jnp.bfloat16, np.dtype("float32"), "float32"):
+        assert step(np.ones((4, 2), np.float32), dtype).dtype == jnp.dtype(dtype)

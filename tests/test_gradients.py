@@ -512,3 +512,53 @@ def test_narrow_gradients_leave_narrow_and_complex_ones_alone():
 def test_grad_dtype_that_is_refused(options, match):
     with pytest.raises(ValueError, match=match):
         nnx_dp.data_parallel(train_step, **options)
+
+
+def zeros_like_rows(loss):
+    def step(x):
+        gradient = nnx.grad(lambda delta: loss((x + delta) ** 2))(jnp.zeros_like(x))
+        return gradient, gradient.max(), jnp.mean((x + 0.1 * jnp.sign(gradient)) ** 2)
+
+    return step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("loss", [jnp.mean, jnp.sum])
+def test_gradient_with_respect_to_a_row_for_each_example_made_in_the_step(loss, strategy):
+    step, (x, _) = zeros_like_rows(loss), regression()
+    expected = step(x)
+    actual = nnx_dp.data_parallel(step, strategy=strategy, devices=4)(x)
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_one_example_of_a_gradient_over_the_batch_is_refused(strategy):
+    def step(x):
+        return nnx.grad(lambda delta: jnp.mean((x + delta) ** 2))(jnp.zeros_like(x))[0]
+
+    with pytest.raises(ValueError, match="depends on the batch"):
+        nnx_dp.data_parallel(step, strategy=strategy, devices=2)(regression()[0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_that_are_trained_in_a_loop_in_the_step(strategy):
+    def step(x):
+        def descend(delta, _):
+            gradient = nnx_dp.grad(lambda delta: jnp.sum((x + delta) ** 2))(delta)
+            return delta - 0.1 * gradient, None
+
+        return jax.lax.scan(descend, jnp.zeros_like(x), None, length=3)[0]
+
+    x, _ = regression()
+    assert_same(nnx_dp.data_parallel(step, strategy=strategy, devices=4)(x), step(x))
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_rows_made_in_a_step_without_a_global_trace_are_refused(strategy):
+    def step(x):
+        assert x.shape[0] == 2, "one device's batch"
+        return nnx.grad(lambda delta: jnp.mean((x + delta) ** 2))(jnp.zeros_like(x))
+
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4, out_axes=0)
+    with pytest.raises(ValueError, match=r"an array of shape \(2, 3\) on each of 4 devices"):
+        dp_step(regression()[0])

@@ -207,6 +207,10 @@ class _Walk:
             return self._mean(pair, cotangent)
         if primal.tag == "rows":
             return rows(primal.rows_axis)  # type: ignore[arg-type]
+        if pair.out_axis() is not None:
+            # Zeros, say, of the shape of the batch: the gradient has a row for each example.
+            by_rows = cotangent.tag == "rows"
+            return rows(cotangent.rows_axis) if by_rows else unknown(pair.why("a gradient"))  # type: ignore[arg-type]
         site = params["site"]
         self.cotangents.setdefault(site, []).append(cotangent)
         if not self.through_collectives:
