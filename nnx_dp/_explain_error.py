@@ -36,7 +36,9 @@ _CASES: tuple[tuple[str, str], ...] = (
     (
         r"(context mesh|[Mm]esh).*should match",
         "an array or a function in the step belongs to another mesh than the step's. Give "
-        "data_parallel that mesh (mesh=...), or place the array with nnx_dp.replicate.",
+        "data_parallel that mesh (mesh=...), or place the array with nnx_dp.replicate. A function "
+        "that maps over the devices itself (nnx.pmap, nnx.shard_map) is called plainly in a "
+        'decorated step, or with strategy="jit".',
     ),
     (
         r"not (evenly )?divisible|does not evenly divide|should evenly divide|IndivisibleError",

@@ -86,7 +86,7 @@ def state_exit(
     if taint is None and kind is not None and kind.same:
         return AS_IS
     rule = find_rule(rules, leaf.position, leaf.variable, sync_batch_norm=sync_batch_norm)
-    if rule is not None:
+    if rule is not None and not (isinstance(rule, str) and _is_key(evidence.local)):
         return Exit("rule", rule=rule)
     if not check:
         return AS_IS
@@ -95,6 +95,15 @@ def state_exit(
             f"{leaf.path} would hold part of the batch: shape {evidence.local.shape} on each of "
             f"{devices} devices, {evidence.whole.shape} on one. State is the same on every device: "
             'return the batch as an output, use nnx_dp.all_gather, or use strategy="jit".'
+        )
+    if taint is not None and _is_key(evidence.local):
+        raise ValueError(
+            f"{leaf.path} is a random key and would differ between the {devices} devices: it "
+            f"depends on {taint}. Keys have no mean or sum. Options:\n"
+            '1. rngs="broadcast", if all devices are to draw the same.\n'
+            "2. Set the key outside the step (nnx.reseed).\n"
+            f"3. A function as its rule: state_reduce={{{_type_name(leaf)}: lambda old, new: old}}."
+            '\n4. strategy="jit", where the step draws as on one device.'
         )
     if taint is not None:
         hint = kind.reduction if kind is not None and kind.reduction else "mean"
@@ -138,6 +147,11 @@ def output_exit(
     """
     shape, kind, taint = evidence.local.shape, evidence.kind, evidence.taint
     if reduction is not None:
+        if _is_key(evidence.local):
+            raise ValueError(
+                f'out_reduce gives "{reduction}" for {leaf.path}, which is a random key and has '
+                "none. Return jax.random.key_data of it, or out_axes=0 for one key of each device."
+            )
         return Exit("reduce", rule=reduction)
     if axis is not INFER and axis is not None:
         if not -len(shape) <= axis < len(shape):

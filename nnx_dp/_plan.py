@@ -292,7 +292,15 @@ def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossR
         '3. Say what it is: loss_reduce="mean" or "sum", on the decorator or in '
         "nnx_dp.value_and_grad.\n"
         '4. Use strategy="jit", where the step sees the whole batch.'
+        + (_SHARED_DRAWS if ledger.drew else "")
     )
+
+
+_SHARED_DRAWS = (
+    "\n5. Where all examples share one random draw (broadcast_dropout=True of "
+    "nnx.MultiHeadAttention, broadcast_dims of nnx.Dropout), draw it alike on all devices: rngs= "
+    '"dropout".'
+)
 
 
 def _exits(local, comparison, taints, options, devices) -> tuple[Exit, ...]:

@@ -771,7 +771,7 @@ TABLES = {
             noisy,
             ("reseed",),
             reseed,
-            per_device=Refused("reseed", ValueError, "rngs.key would differ between"),
+            per_device=Refused("reseed", ValueError, "rngs.key is a random key"),
         ),
         Case("`nnx.capture` of `sow`", Sower, ("capture", "Intermediate"), step=capture),
         Case(
@@ -779,9 +779,6 @@ TABLES = {
             Perturbed,
             ("capture", "Perturbation"),
             step=perturb,
-            per_device=Refused(
-                "perturb", ValueError, r"output\['hidden'\].*cannot be put together"
-            ),
         ),
         Case("`nnx.split` and `nnx.merge`", Counted, ("split", "merge"), split_and_merge),
         Case(
@@ -978,8 +975,6 @@ FOOTNOTES = {
     "one device. See [state](state.md).",
     "reseed": "`nnx.reseed` draws the new key, and each device draws its own. Reseed outside the "
     'step, or write `rngs="broadcast"`.',
-    "perturb": "The perturbations are zeros with a row for each example, made in the step, and are "
-    'taken for state, which is the same on every device. Use `strategy="jit"`.',
     "rows-kept": "State is the same on every device, and rows are not. Return them as an output, "
     'gather them with `nnx_dp.all_gather`, or use `strategy="jit"`.',
     "shared-mask": "All examples share one mask, and each device would draw its own. Write "

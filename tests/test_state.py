@@ -369,3 +369,41 @@ def test_state_is_replicated_and_usable_elsewhere(strategy):
     assert nnx.jit(lambda model, x: model(x))(model, x).shape == (8, 1)
     assert snapshot(model).keys() == snapshot(linear()[0]).keys()
     train_step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+@pytest.mark.parametrize("rule", [None, "mean"])
+def test_key_that_is_drawn_anew_has_no_mean(strategy, rule):
+    def step(model, x):
+        nnx.reseed(model, default=3)
+        return model(x)
+
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    rules = None if rule is None else {nnx.RngKey: rule}
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=2, state_reduce=rules)
+    with refused(ValueError, r"model.rngs.key is a random key .* Keys have no mean", model):
+        dp_step(model, regression()[0])
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_key_that_is_drawn_anew_follows_a_function(strategy):
+    def step(model, x):
+        nnx.reseed(model, default=3)
+        return jnp.mean(x)
+
+    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    before = jax.random.key_data(model.rngs.key[...])
+    rules = {nnx.RngKey: lambda old, new: old}
+    nnx_dp.data_parallel(step, strategy=strategy, devices=2, state_reduce=rules)(
+        model, regression()[0]
+    )
+    np.testing.assert_array_equal(jax.random.key_data(model.rngs.key[...]), before)
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_key_among_the_outputs_has_no_mean(strategy):
+    step = nnx_dp.data_parallel(
+        lambda x: jax.random.key(0), strategy=strategy, devices=2, out_reduce="mean"
+    )
+    with pytest.raises(ValueError, match="output, which is a random key"):
+        step(regression()[0])
