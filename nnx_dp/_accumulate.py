@@ -181,14 +181,14 @@ def _scanned(bound: BoundCall, state: StateLeaves, task: _Task, context: StepCon
     gradients_form: list[Any] = []
     structures: list[OutStructure] = []
 
-    def differentiated(nodes, arrays):
+    def differentiated(nodes: list[Any], arrays: Any):
         value, gradients = bound.call(nodes, arrays)
         loss, aux = value if task.has_aux else (value, None)
         leaves, form = jax.tree.flatten(gradients)
         gradients_form.append(form)
         return loss, aux, leaves
 
-    def one(state_leaves, pieces, counts):
+    def one(state_leaves: Sequence[Any], pieces: Any, counts: Counts):
         """Returns the new state, the loss, the aux and the gradients of one microbatch."""
         arrays = [
             array if piece is None else piece
@@ -211,7 +211,7 @@ def _scanned(bound: BoundCall, state: StateLeaves, task: _Task, context: StepCon
     _, loss, aux, gradients = jax.eval_shape(lambda s, p: one(s, p, counts), state.leaves, first)
     divisors = _divisors(one, state.leaves, pieces, task, context) if counts.counted else None
 
-    def body(carry, pieces):
+    def body(carry: Any, pieces: Any):
         state_leaves, loss_sum, sums = carry
         state_leaves, loss, aux, gradients = one(state_leaves, pieces, Counts(divisors))
         sums = [total + leaf for total, leaf in zip(sums, gradients, strict=True)]
@@ -242,7 +242,7 @@ def _divisors(
     Everything but the counts is computed for nothing here, and dropped by XLA.
     """
 
-    def body(state_leaves, pieces):
+    def body(state_leaves: Sequence[Any], pieces: Any):
         counts = Counts()
         state_leaves, *_ = one(state_leaves, pieces, counts)
         return state_leaves, counts.counted

@@ -8,7 +8,7 @@ the batch is global.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ BY_ITSELF = "nnx.BatchNorm: statistics of each device; running ones averaged"
 
 
 def _synchronised_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self, x, use_running_average=None, *, mask=None):
+    def __call__(self: Any, x: Any, use_running_average: Any = None, *, mask: Any = None):
         context = current()
         if context is None:
             return original(self, x, use_running_average, mask=mask)
@@ -54,7 +54,7 @@ def _synchronised_call(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _axis_name_set(layer: nnx.BatchNorm, axis_name: Any) -> Iterator[None]:
+def _axis_name_set(layer: nnx.BatchNorm, axis_name: Any) -> Generator[None, None, None]:
     before = layer.axis_name
     # Past the checks of `nnx.Module.__setattr__`: the attribute is back before anyone looks.
     object.__setattr__(layer, "axis_name", axis_name)
@@ -64,7 +64,7 @@ def _axis_name_set(layer: nnx.BatchNorm, axis_name: Any) -> Iterator[None]:
         object.__setattr__(layer, "axis_name", before)
 
 
-def _masked(layer: nnx.BatchNorm, x, mask, axis_name, original: Callable[..., Any]):
+def _masked(layer: nnx.BatchNorm, x: Any, mask: Any, axis_name: Any, original: Callable[..., Any]):
     """Normalises by masked statistics: sums and counts are reduced, since means of unlike counts
     cannot be averaged.
 
@@ -76,7 +76,7 @@ def _masked(layer: nnx.BatchNorm, x, mask, axis_name, original: Callable[..., An
     mask = jnp.broadcast_to(mask, x.shape)
     count = lax.psum(jnp.sum(mask, axes).astype(values.dtype), axis_name)
 
-    def average(v):
+    def average(v: jax.Array):
         return lax.psum(jnp.sum(v, axes, where=mask), axis_name) / count
 
     batch_mean = average(values)

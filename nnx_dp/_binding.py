@@ -13,7 +13,9 @@ import jax
 from nnx_dp._leaves import is_state
 
 
-def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict]:
+def unwrap(
+    function: Callable[..., Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns the function under partials and bound methods, and the arguments that they hold."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}

@@ -161,12 +161,12 @@ def mean(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _pmax(axis_name, x):
+def _pmax(axis_name: str, x: Any):
     return lax.pmax(x, axis_name)
 
 
 @_pmax.defjvp
-def _pmax_jvp(axis_name, primals, tangents):
+def _pmax_jvp(axis_name: str, primals: Any, tangents: Any):
     (x,), (tangent,) = primals, tangents
     largest = _pmax(axis_name, x)  # not lax.pmax: this rule is differentiated again
     share = (x == largest).astype(tangent.dtype)

@@ -48,7 +48,7 @@ class Tolerance:
         return max(usual if self.rtol is None else self.rtol, least), self.atol
 
 
-def nudge(leaf: Any, variable: nnx.Variable | None) -> Any:
+def nudge(leaf: Any, variable: nnx.Variable[Any] | None) -> Any:
     """Moves the values of a parameter by one unit in the last place, up or down."""
     inexact = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     if not inexact or not isinstance(variable, nnx.Param):

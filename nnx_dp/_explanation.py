@@ -163,7 +163,7 @@ class Explanation:
     def _sections(
         self, shown: int | None, wide: bool
     ) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-        def written(name: str, role: str, rows: Sequence[ArrayRow]) -> tuple:
+        def written(name: str, role: str, rows: Sequence[ArrayRow]) -> tuple[str, Any, Any]:
             header = (name, role, "shape", "per device", "sharding", "bytes", "why")
             cells = [header, *_array_cells(rows, shown)]
             if not wide:  # the shape on each device says as much

@@ -114,7 +114,16 @@ rows_p = _marker("rows")
 """Says that its operand is to be taken as one row for each example."""
 
 
-def _reduce(cotangent, primal, *, axis_name, axis_size, reduce, grad_dtype, **_):
+def _reduce(
+    cotangent: Any,
+    primal: Any,
+    *,
+    axis_name: str,
+    axis_size: int,
+    reduce: str,
+    grad_dtype: Any,
+    **_: Any,
+):
     del primal
     if reduce in ("plan", "pmean", "psum"):
         dtype, on_the_wire = cotangent.dtype, cotangent
@@ -132,7 +141,7 @@ def _is_wider(dtype: Any, than: Any) -> bool:
     return floating and jax.numpy.finfo(dtype).bits > jax.numpy.finfo(than).bits
 
 
-def _grad_sync_jvp(primals, tangents, **params):
+def _grad_sync_jvp(primals: Any, tangents: Any, **params: Any):
     cotangent, primal = primals
     out = grad_sync_p.bind(cotangent, primal, **params)
     tangent = tangents[0]
@@ -142,7 +151,7 @@ def _grad_sync_jvp(primals, tangents, **params):
     return out, grad_sync_p.bind(ad.instantiate_zeros(tangent), primal, **params)
 
 
-def _grad_sync_transpose(outer_cotangent, cotangent, primal, **params):
+def _grad_sync_transpose(outer_cotangent: Any, cotangent: Any, primal: Any, **params: Any):
     # Each reduction is its own transpose, as psum is where every device differentiates the sum
     # of all devices' losses.
     assert ad.is_undefined_primal(cotangent)
@@ -152,7 +161,7 @@ def _grad_sync_transpose(outer_cotangent, cotangent, primal, **params):
     return [grad_sync_p.bind(outer_cotangent, primal, **params), None]
 
 
-def _grad_sync_batch(axis_data, args, dims, **params):
+def _grad_sync_batch(axis_data: Any, args: Any, dims: Any, **params: Any):
     cotangent, primal = args
     cotangent_dim, primal_dim = dims
     if axis_data.name == params["axis_name"]:
@@ -187,15 +196,15 @@ batching.fancy_primitive_batchers[grad_sync_p] = _grad_sync_batch
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _synchronised(params, leaf):
+def _synchronised(params: Any, leaf: Any):
     return leaf
 
 
-def _synchronised_fwd(params, leaf):
+def _synchronised_fwd(params: Any, leaf: Any):
     return leaf, leaf
 
 
-def _synchronised_bwd(params, leaf, cotangent):
+def _synchronised_bwd(params: Any, leaf: Any, cotangent: Any):
     return (grad_sync_p.bind(cotangent, leaf, **dict(params)),)
 
 
@@ -213,7 +222,7 @@ def hook(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, A
     differentiates are touched: a custom_vjp on any other would break valid forward-mode code.
     """
 
-    def hooked(*args, **kwargs):
+    def hooked(*args: Any, **kwargs: Any):
         context = per_device()
         if context is None or context.ledger is None or not context.synchronise:
             return function(*args, **kwargs)
@@ -293,7 +302,7 @@ class PlainGradFn:
         functools.update_wrapper(self, self.function)
 
     @hook
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any):
         out = self.function(*args, **kwargs)
         return out if self.has_aux else (out, None)
 

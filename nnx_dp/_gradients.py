@@ -96,7 +96,15 @@ def value_and_grad(
     return _build(f, nnx.value_and_grad, jax.value_and_grad, argnums, has_aux, loss_reduce, options)
 
 
-def _build(f, nnx_transform, jax_transform, argnums, has_aux, loss_reduce, options):
+def _build(
+    f: Callable[..., Any] | None,
+    nnx_transform: Any,
+    jax_transform: Any,
+    argnums: Any,
+    has_aux: bool,
+    loss_reduce: str,
+    options: dict[str, Any],
+):
     if loss_reduce not in ("infer", "mean", "sum"):
         raise ValueError(f'loss_reduce is {loss_reduce!r}; write "infer", "mean" or "sum".')
     if f is None:
@@ -111,7 +119,7 @@ def _build(f, nnx_transform, jax_transform, argnums, has_aux, loss_reduce, optio
         )
 
     @functools.wraps(f)
-    def loss(*args, **kwargs):
+    def loss(*args: Any, **kwargs: Any):
         return f(*args, **kwargs)
 
     if loss_reduce != "infer":
@@ -120,7 +128,7 @@ def _build(f, nnx_transform, jax_transform, argnums, has_aux, loss_reduce, optio
     plain_options = {k: v for k, v in options.items() if not k.startswith("graph")}
 
     @functools.wraps(f)
-    def differentiated(*args, **kwargs):
+    def differentiated(*args: Any, **kwargs: Any):
         if any(map(is_state, jax.tree.leaves((args, kwargs), is_leaf=is_state))):
             return lifted(*args, **kwargs)
         # Differentiated with an aux always, so that the hook sees (loss, aux).

@@ -76,9 +76,9 @@ class StateLeaves:
         return paths
 
     @property
-    def variables(self) -> list[nnx.Variable | None]:
+    def variables(self) -> list[nnx.Variable[Any] | None]:
         """The Variable that holds each array; None for an array outside any."""
-        variables: list[nnx.Variable | None] = []
+        variables: list[nnx.Variable[Any] | None] = []
         for leaf in self._flat.leaves:
             held = leaf if isinstance(leaf, nnx.Variable) else None
             variables += [held] * len(jax.tree.leaves(_raw(leaf)))
@@ -125,7 +125,7 @@ class OutLeaf:
 
     path: str
     is_state: bool
-    variable: nnx.Variable | None
+    variable: nnx.Variable[Any] | None
     position: Any
 
 
@@ -192,7 +192,7 @@ def flatten_call(
       A function `(state leaves, arrays) -> leaves of the new state and of the output`.
     """
 
-    def function(state_leaves, arrays):
+    def function(state_leaves: Sequence[Any], arrays: Any):
         inner = IndexMap()
         raw = jax.tree.unflatten(treedef, list(state_leaves))
         nodes = nnx.unflatten(graphdef, raw, index_ref=inner)

@@ -80,7 +80,14 @@ def per_device(
     return kernel
 
 
-def _over_devices(fn, context: StepContext, args, kwargs, in_axes, out_axes):
+def _over_devices(
+    fn: Callable[..., Any],
+    context: StepContext,
+    args: Any,
+    kwargs: Any,
+    in_axes: Any,
+    out_axes: Any,
+):
     name = getattr(fn, "__name__", repr(fn))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_state)
     if any(map(is_state, leaves)):
@@ -105,13 +112,13 @@ def _over_devices(fn, context: StepContext, args, kwargs, in_axes, out_axes):
         # Every device runs the kernel on the whole: exact, and no partitioning is asked for.
         axes, out_axes = [None] * len(axes), None
 
-    def call(*local):
+    def call(*local: Any):
         values = iter(local)
         filled = [next(values) if is_array(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(treedef, filled)
         return fn(*args, **kwargs)
 
-    def on_each_device(*local):
+    def on_each_device(*local: Any):
         split = any(axis is not None for axis in axes)
         return call(
             *[
@@ -120,7 +127,7 @@ def _over_devices(fn, context: StepContext, args, kwargs, in_axes, out_axes):
             ]
         )
 
-    def local_shape(array, axis):
+    def local_shape(array: Any, axis: int | None):
         shape = list(array.shape)
         if axis is not None:
             shape[axis] //= devices
@@ -150,7 +157,7 @@ def _spec(axis_name: str, axis: int | None) -> PartitionSpec:
     return PartitionSpec() if axis is None else spec(axis_name, axis)
 
 
-def _axes(fn, args, kwargs, in_axes) -> list[Any]:
+def _axes(fn: Callable[..., Any], args: Any, kwargs: Any, in_axes: Any) -> list[Any]:
     """Spreads `in_axes` over the leaves of a call, in the order in which they are flattened."""
     by_name = in_axes if isinstance(in_axes, dict) else {}
     everywhere = INFER if isinstance(in_axes, (dict, tuple, list)) else in_axes
@@ -166,7 +173,7 @@ def _axes(fn, args, kwargs, in_axes) -> list[Any]:
     return spread
 
 
-def _parameter_names(fn, count: int) -> list[str]:
+def _parameter_names(fn: Callable[..., Any], count: int) -> list[str]:
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):

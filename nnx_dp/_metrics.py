@@ -12,6 +12,7 @@ not known here; where its state varies between devices, `_state_reduce.py` asks 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ COUNTED = "nnx.metrics.{}: counts the batch of all devices"
 
 
 def _average_update(original: Callable[..., None]) -> Callable[..., None]:
-    def update(self, mask=None, **kwargs):
+    def update(self: Any, mask: Any = None, **kwargs: Any):
         context, values = per_device(), kwargs.get(self.argname)
         if context is None or not isinstance(values, jax.Array):
             return original(self, mask=mask, **kwargs)
@@ -45,7 +46,7 @@ def _average_update(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _welford_update(original: Callable[..., None]) -> Callable[..., None]:
-    def update(self, **kwargs):
+    def update(self: Any, **kwargs: Any):
         context, values = per_device(), kwargs.get(self.argname)
         if context is None or not isinstance(values, jax.Array):
             return original(self, **kwargs)

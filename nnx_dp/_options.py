@@ -76,7 +76,7 @@ class StepOptions:
     sync_batch_norm: bool = True
     state_reduce: tuple[tuple[Any, Rule], ...] = ()
     check: bool = True
-    loss_reduce: str = "infer"
+    loss_reduce: LossIs = "infer"
     grad_dtype: Any = None
 
 

@@ -45,7 +45,7 @@ def per_device_body(
     """Returns the step as one device runs it: `(nodes, arrays) -> output`."""
     arguments = bound.array_arguments()
 
-    def body(nodes, arrays):
+    def body(nodes: list[Any], arrays: Any):
         with entered(context):
             arrays = list(arrays)
             for index, (argument, array) in enumerate(zip(arguments, arrays, strict=True)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ def onto_surrounding(leaves: Sequence[Any]) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def only_mesh(mesh: Mesh | None) -> Iterator[None]:
+def only_mesh(mesh: Mesh | None) -> Generator[None, None, None]:
     """Replaces the mesh that `jax.set_mesh` has set, if any, by another, or by none.
 
     JAX refuses to trace over one mesh where another is set, even over the same devices.

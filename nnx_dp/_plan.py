@@ -9,7 +9,7 @@ an error before anything has run.  Then the step is traced once more, for real, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from nnx_dp._grad_sync import GradientLedger, LossReduce, differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._jaxpr import open_jaxpr
 from nnx_dp._kinds import Kind, find_kinds
-from nnx_dp._options import StepOptions
+from nnx_dp._options import LossIs, StepOptions
 from nnx_dp._outputs import (
     AS_IS,
     NO_GLOBAL_TRACE,
@@ -64,7 +64,9 @@ class Plan:
     def ledger(self) -> GradientLedger:
         return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
 
-    def leave(self, leaves: Sequence[Any], inputs: dict[str, Any], context: StepContext) -> list:
+    def leave(
+        self, leaves: Sequence[Any], inputs: dict[str, Any], context: StepContext
+    ) -> list[Any]:
         """Reduces what has to be reduced; runs inside the body, on every device."""
         out = []
         with entered(context):
@@ -224,7 +226,13 @@ def _compare(
     return _Comparison([*shapes], kinds, losses, batch_leaves, why)
 
 
-def _check_differentiated(local, batch_leaves, bound, state, devices) -> None:
+def _check_differentiated(
+    local: Traced,
+    batch_leaves: set[tuple[int, int]],
+    bound: BoundCall,
+    state: StateLeaves,
+    devices: int,
+) -> None:
     """Refuses what only a global trace could tell to be a row for each example, or not."""
     shared = {leaf.shape for leaf in state.leaves}
     shared |= {x.shape for argument, x in bound.located_arrays() if argument.axis is None}
@@ -253,8 +261,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
-def _loss_reduction(site, losses, comparison, ledger, options, devices) -> LossReduce:
-    declared = ledger.declared.get(site, options.loss_reduce)
+def _loss_reduction(
+    site: int,
+    losses: dict[int, Taint],
+    comparison: _Comparison,
+    ledger: GradientLedger,
+    options: StepOptions,
+    devices: int,
+) -> LossReduce:
+    declared: LossIs = ledger.declared.get(site) or options.loss_reduce
     if declared != "infer":
         return declared
     taint, kind = losses.get(site), comparison.losses.get(site)
@@ -303,7 +318,13 @@ _SHARED_DRAWS = (
 )
 
 
-def _exits(local, comparison, taints, options, devices) -> tuple[Exit, ...]:
+def _exits(
+    local: Traced,
+    comparison: _Comparison,
+    taints: Sequence[Taint],
+    options: StepOptions,
+    devices: int,
+) -> tuple[Exit, ...]:
     structure = local.structure
     axes = spread_over_output(options.out_axes, structure, "out_axes")
     reductions = spread_over_output(options.out_reduce, structure, "out_reduce")
@@ -343,10 +364,16 @@ def _exits(local, comparison, taints, options, devices) -> tuple[Exit, ...]:
     return tuple(exits)
 
 
-def _check_rule(leaf, rule, shape, options, devices) -> None:
+def _check_rule(
+    leaf: Any,
+    rule: Callable[[Any, Any], Any],
+    shape: jax.ShapeDtypeStruct,
+    options: StepOptions,
+    devices: int,
+) -> None:
     """Proves that a rule given as a function leaves the same value on every device."""
 
-    def apply(old, new):
+    def apply(old: Any, new: Any):
         with entered(per_device_context(options, devices, GradientLedger())):
             return rule(old, new)
 

@@ -39,7 +39,7 @@ def is_split(rngs: str | Sequence[str], tag: str) -> bool:
 
 
 def _drawn_per_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self):
+    def __call__(self: Any):
         key = original(self)
         context = per_device()
         if context is None or not is_split(context.rngs, self.tag):

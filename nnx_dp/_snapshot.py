@@ -67,7 +67,7 @@ class Snapshot:
       variables: the Variables of the graph, each once, in the order in which NNX flattens them.
     """
 
-    variables: list[nnx.Variable]
+    variables: list[nnx.Variable[Any]]
 
     def __init__(self, nodes: Sequence[Any]):
         """Takes a snapshot.
@@ -88,7 +88,7 @@ class Snapshot:
             self._visit(node, seen, roots)
 
         modules = [nodes[position] for position in self._positions] + self._modules
-        places = [*map(vars, modules), *self._mappings]
+        places: list[Any] = [*map(vars, modules), *self._mappings]
         self._types = [*map(type, modules), *map(type, self.variables)]
         self._sizes = [*map(len, places), *map(len, self._lists)]
         self._keys = [*chain.from_iterable(places)]
@@ -102,7 +102,7 @@ class Snapshot:
     def unchanged(self, nodes: Sequence[Any]) -> bool:
         """Whether the graph of the same nodes has the structure that it had."""
         modules = [*[nodes[position] for position in self._positions], *self._modules]
-        places = [*map(vars, modules), *self._mappings]
+        places: list[Any] = [*map(vars, modules), *self._mappings]
         try:
             return (
                 [*map(len, places), *map(len, self._lists)] == self._sizes
@@ -187,7 +187,7 @@ class Snapshot:
             else:
                 self._visit(value, seen, roots)
 
-    def _visit_variable(self, variable: nnx.Variable) -> None:
+    def _visit_variable(self, variable: nnx.Variable[Any]) -> None:
         value = variable.get_raw_value()
         if not isinstance(value, jax.Array) or graphlib.is_graph_node(value):
             raise Unwatchable(f"a {type(variable).__name__} that holds no array")

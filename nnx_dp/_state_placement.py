@@ -50,7 +50,7 @@ def check_whole(
             )
 
 
-def _own_spec(leaf: Any, variable: nnx.Variable | None, mesh: Mesh) -> P:
+def _own_spec(leaf: Any, variable: nnx.Variable[Any] | None, mesh: Mesh) -> P:
     """Returns how an array is sharded over a mesh, or is to be by its Variable's metadata."""
     sharding = getattr(leaf, "sharding", None)
     if (

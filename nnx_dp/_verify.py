@@ -79,7 +79,7 @@ class ShardCheck:
     def __init__(self, mesh: Mesh):
         axes = tuple(mesh.axis_names)
 
-        def agree(leaves):
+        def agree(leaves: Sequence[Any]):
             total = jnp.zeros((), jnp.uint32)
             for index, leaf in enumerate(leaves):
                 total = total * jnp.uint32(31) + _hash(leaf) + jnp.uint32(index)

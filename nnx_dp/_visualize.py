@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _WHOLE, _ABSENT = "#dfe3e8", "#ffffff"
 
 
-def visualize(step: DataParallel, *args: Any, **kwargs: Any) -> Figure:
+def visualize(step: DataParallel[..., Any], *args: Any, **kwargs: Any) -> Figure:
     """Draws the arguments and outputs of a call against the devices.
 
     Each column is a device.  What is the same on every device has one colour in all of them; what

@@ -7,6 +7,7 @@ sum or a mean over the batch may go through is narrower: only what is linear.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -87,7 +88,7 @@ def _convert(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     return [kind] if kind.tag == "zero" else nonlinear(pair, kinds)
 
 
-def _is_wide(dtype) -> bool:
+def _is_wide(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.number) and dtype.itemsize >= _NARROW_BYTES
 
 

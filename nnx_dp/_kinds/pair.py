@@ -77,7 +77,7 @@ class Pair:
         return self.out_axis(output) == kind.rows_axis
 
 
-def batch_axis(local: tuple, whole: tuple, devices: int) -> int | None:
+def batch_axis(local: tuple[int, ...], whole: tuple[int, ...], devices: int) -> int | None:
     """The axis that shrank by the number of devices: None if equal, -1 if it is not one axis."""
     if local == whole:
         return None
@@ -149,7 +149,7 @@ def _equal_arrays(first: Any, second: Any) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-def _equal_functions(first: Callable, second: Callable) -> bool:
+def _equal_functions(first: Callable[..., Any], second: Callable[..., Any]) -> bool:
     """Whether two functions are surely the same: one code, and equal values closed over."""
     code, other = getattr(first, "__code__", None), getattr(second, "__code__", None)
     if code is None or code is not other:

@@ -341,7 +341,7 @@ def _constant_rows(local: np.ndarray, whole: np.ndarray, axis: int, devices: int
         return rows(axis)
     if np.issubdtype(whole.dtype, np.integer) and whole.dtype.itemsize >= 4:
         along = np.expand_dims(
-            np.arange(whole.shape[axis]), [i for i in range(whole.ndim) if i != axis]
+            np.arange(whole.shape[axis]), tuple(i for i in range(whole.ndim) if i != axis)
         )
         if np.all(whole == along) and np.all(local == along.take(range(local.shape[axis]), axis)):
             return Kind("number", rows_axis=axis)

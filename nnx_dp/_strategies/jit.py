@@ -9,6 +9,9 @@ where JAX allows an uneven split and XLA pads: exact, and still parallel.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 
 from nnx_dp._context import StepContext, entered
@@ -35,7 +38,7 @@ def compile_jit(signature: Signature) -> Launch:
     )
     structures: list[OutStructure] = []
 
-    def body(nodes, arrays):
+    def body(nodes: list[Any], arrays: Any):
         context.fired.clear()
         arrays = [
             jax.lax.with_sharding_constraint(array, sharding) if odd else array
@@ -49,7 +52,7 @@ def compile_jit(signature: Signature) -> Launch:
         signature.bound, signature.state.graphdef, signature.state.treedef, body, structures.append
     )
 
-    def function(state_leaves, arrays):
+    def function(state_leaves: Sequence[Any], arrays: Any):
         leaves = flat(state_leaves, arrays)
         return [
             jax.lax.with_sharding_constraint(value, wanted.get(leaf.path, whole))

@@ -51,7 +51,7 @@ def compile_pmap(signature: Signature) -> Launch:
     # front of everything.
     faked = jax.pmap is not _PMAP
 
-    def among_processes(state_leaves, arrays):
+    def among_processes(state_leaves: Sequence[Any], arrays: Any):
         """`jax.pmap` takes and returns what this process has; a `Launch`, global arrays."""
         mesh, own = signature.mesh, signature.mesh.local_mesh
         state_leaves = [regroup(leaf, replicated(own), leaf.shape) for leaf in state_leaves]
@@ -65,7 +65,7 @@ def compile_pmap(signature: Signature) -> Launch:
             for leaf, axis in zip(leaves, out_axes, strict=True)
         ]
 
-    def function(state_leaves, arrays):
+    def function(state_leaves: Sequence[Any], arrays: Any):
         if processes:
             leaves = among_processes(state_leaves, arrays)
         else:

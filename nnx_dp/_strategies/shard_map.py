@@ -72,7 +72,7 @@ def planned_function(
     """Returns the step as one device runs it, by a plan: `(state leaves, arrays) -> leaves`."""
     bound, state = signature.bound, signature.state
 
-    def function(state_leaves, arrays):
+    def function(state_leaves: Sequence[Any], arrays: Any):
         context = per_device_context(signature.options, signature.devices, plan.ledger())
         body = per_device_body(bound, context)
         flat = flatten_call(bound, state.graphdef, state.treedef, body, on_structure)
@@ -100,7 +100,7 @@ def compile_replicated(signature: Signature) -> Launch:
     context = StepContext(mode="global", axis_name=signature.options.axis_name, axis_size=1)
     structures: list[OutStructure] = []
 
-    def body(nodes, arrays):
+    def body(nodes: list[Any], arrays: Any):
         with entered(context):
             return bound.call(nodes, arrays)
 
