@@ -92,7 +92,7 @@ MUTANTS = [
         "_grad_sync.py",
         '        params["reduce"] = "keep"\n',
         "",
-        "test_gradients.py test_field_cases.py",
+        "test_gradients.py",
     ),
     Mutant(
         "a sum is taken for a mean",

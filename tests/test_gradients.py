@@ -562,3 +562,18 @@ def test_rows_made_in_a_step_without_a_global_trace_are_refused(strategy):
     dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4, out_axes=0)
     with pytest.raises(ValueError, match=r"an array of shape \(2, 3\) on each of 4 devices"):
         dp_step(regression()[0])
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+def test_gradient_for_each_example_without_a_global_trace(strategy):
+    def for_each(kernel, x):
+        of_one = nnx_dp.grad(lambda kernel, row: jnp.sum(row @ kernel) ** 2, loss_reduce="sum")
+        return jax.vmap(of_one, in_axes=(None, 0))(kernel, x)
+
+    def step(model, x):
+        assert x.shape[0] == 2, "one device's batch"
+        return for_each(model.kernel[...], x)
+
+    model, (x, _) = linear()[0], regression()
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4, out_axes=0)
+    assert_same(dp_step(model, x), for_each(model.kernel[...], x))
