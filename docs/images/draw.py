@@ -37,7 +37,7 @@ def draw_how_it_works() -> None:
     box(axes, 0.1, 2.8, 1.5, "call", "_data_parallel.py", CALL)
     box(axes, 2.1, 2.8, 1.6, "bind, roles", "_roles.py, _uneven.py", CALL)
     box(axes, 4.2, 2.8, 1.5, "flatten", "_graph.py", CALL)
-    box(axes, 6.2, 2.8, 1.9, "compile, once", "_strategies/", CALL)
+    box(axes, 6.2, 2.8, 1.9, "compile, once", "_launches.py, _strategies/", CALL)
     box(axes, 8.55, 2.8, 1.0, "run", "Launch", CALL)
     box(axes, 10.0, 2.8, 1.0, "write back", "_graph.py", CALL)
     for start, end in ((1.6, 2.1), (3.7, 4.2), (5.7, 6.2), (8.1, 8.55), (9.55, 10.0)):
@@ -46,7 +46,7 @@ def draw_how_it_works() -> None:
     arrow(axes, (3.7, 4.31), (9.0, 3.52))
     note(axes, 6.9, 4.1, "yes: read the Variables, and run")
 
-    box(axes, 4.0, 1.5, 2.6, "plan of a per-device step", "_per_device.py", PLAN)
+    box(axes, 4.0, 1.5, 2.6, "plan of a per-device step", "_plan.py, _per_device.py", PLAN)
     arrow(axes, (7.1, 2.8), (5.6, 2.22))
     note(axes, 7.4, 2.4, '"shard_map", "pmap"')
     parts = (

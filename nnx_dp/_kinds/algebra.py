@@ -82,7 +82,7 @@ class Kind:
         if self.tag == "same" and self.power == -1:
             return "it is a count or a sum over one device's examples"
         if self.tag in ("same", "linear", "rows") and self.power not in (0, 1):
-            return f"it is scaled by the number of examples to the power {-self.power}"
+            return f"it is scaled by the number of devices to the power {self.power}"
         return {
             "same": "it is scaled by the number of devices",
             "linear": "it is a sum or a mean over one device's examples",
