@@ -270,7 +270,7 @@ MUTANTS = [
         "_rngs.py",
         'if rngs == "broadcast" or tag == PARAMS_STREAM:',
         'if rngs == "broadcast":',
-        "test_state.py test_field_cases.py -k param or init or stream or lazy",
+        "test_state.py -k made_in_a_step",
     ),
     Mutant(
         "rngs= names no stream",

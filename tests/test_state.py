@@ -407,3 +407,30 @@ def test_key_among_the_outputs_has_no_mean(strategy):
     )
     with pytest.raises(ValueError, match="output, which is a random key"):
         step(regression()[0])
+
+
+class Grown(nnx.Module):
+    """Makes its layer at the first call."""
+
+    def __init__(self):
+        self.rngs = nnx.Rngs(params=0, dropout=1)
+        self.layer = nnx.data(None)
+
+    def __call__(self, x):
+        if self.layer is None:
+            self.layer = nnx.Linear(3, 2, rngs=self.rngs)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+@pytest.mark.parametrize("rngs", ["split", "dropout"])
+def test_parameters_made_in_a_step_are_those_of_one_device(strategy, rngs):
+    def step(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    model, plain = Grown(), Grown()
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4, rngs=rngs)
+    for seed in range(2):
+        x, _ = regression(seed=seed)
+        assert_same(dp_step(model, x), step(plain, x))
+    assert_same(model, plain)
