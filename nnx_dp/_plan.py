@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 
+from nnx_dp._batch_norm import BY_ITSELF
 from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger, LossReduce, differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._jaxpr import open_jaxpr
 from nnx_dp._kinds import Kind, find_kinds
+from nnx_dp._one_row import same_program
 from nnx_dp._options import LossIs, StepOptions
 from nnx_dp._outputs import (
     AS_IS,
@@ -196,7 +198,7 @@ def _compare(
     smallest = min(size // devices for _, size in bound.batch_sizes())
     # Axes of size one broadcast: the step would do other operations than on a larger batch.  What
     # its outputs are does not depend on the size, so two rows show it.
-    scale = 2 if smallest <= local.ledger.microbatches else 1
+    scale, one = (2 if smallest <= local.ledger.microbatches else 1), local
     try:
         if scale > 1:
             local = trace(bound, state, options, shards=devices, axis_size=devices, scale=scale)
@@ -205,6 +207,11 @@ def _compare(
         why = f"the step does not trace at the global shapes ({_first_line(error)})"
         return _Comparison([(shape, None) for shape in local.out_shapes], why=why)
     _check_same_structure(local.structure, whole.structure)
+    jaxprs = one.jaxpr, local.jaxpr, whole.jaxpr
+    constants = one.constants, local.constants, whole.constants
+    if scale > 1 and not same_program(*jaxprs, constants, devices):
+        why = "it does other operations on one example than on more, and a device gets one"
+        return _Comparison([(shape, None) for shape in one.out_shapes], why=why)
     kinds, losses = find_kinds(
         local.jaxpr,
         whole.jaxpr,
@@ -214,6 +221,9 @@ def _compare(
         constants=list(zip(local.constants, whole.constants, strict=False)),
         through_collectives=through_collectives,
         shared_draws=options.rngs != "split",
+        declared=local.ledger.declared,
+        otherwise=options.loss_reduce,
+        trusted=BY_ITSELF in local.fired,
     )
     shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
     differentiated = differentiated_shapes(whole.jaxpr)
@@ -274,7 +284,8 @@ def _loss_reduction(
         return declared
     taint, kind = losses.get(site), comparison.losses.get(site)
     conflict = kind is not None and kind.tag == "conflict"
-    if taint is None and not conflict:
+    alike = kind is None or kind.same or (kind.tag == "unknown" and not kind.curved)
+    if taint is None and alike:
         return "mean"
     if kind is not None and kind.reduction in ("mean", "sum"):
         return kind.reduction
@@ -300,8 +311,9 @@ def _loss_reduction(
     raise ValueError(
         f"the loss of gradient {site + 1} of the step is neither a plain mean nor a plain sum over "
         f"the batch ({reason}), so the gradients of the "
-        f"{devices} devices cannot be combined into that of one device. It depends on {taint}. "
-        "Options:\n"
+        f"{devices} devices cannot be combined into that of one device. "
+        + (f"It depends on {taint}. " if taint is not None else "")
+        + "Options:\n"
         "1. For a mean over a varying number of items, nnx_dp.mean(losses, where=mask).\n"
         "2. Reduce it over the devices in the step: nnx_dp.psum, nnx_dp.pmean.\n"
         '3. Say what it is: loss_reduce="mean" or "sum", on the decorator or in '

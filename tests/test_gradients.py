@@ -577,3 +577,159 @@ def test_gradient_for_each_example_without_a_global_trace(strategy):
     model, (x, _) = linear()[0], regression()
     dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4, out_axes=0)
     assert_same(dp_step(model, x), for_each(model.kernel[...], x))
+
+
+# --- Steps that an adversary made right on one device and wrong on many ---------------------------
+
+
+@jax.custom_vjp
+def clipped(x):
+    """The identity, whose backward pass clips: it is not linear in the gradient."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
+
+
+@jax.custom_vjp
+def scaled(x):
+    """The identity, whose backward pass multiplies by the number of examples."""
+    return x
+
+
+scaled.defvjp(lambda x: (x, x.shape[0]), lambda count, g: (g * count,))
+
+
+def hessian_of_sum(model, x, y):
+    def gradient(w):
+        return nnx_dp.grad(lambda w: jnp.sum(jnp.tanh(x @ w - y) ** 2))(w)
+
+    w = model.kernel[...]
+    return jax.jvp(gradient, (w,), (jnp.ones_like(w),))[1]
+
+
+def pulled_back(function, cotangent):
+    def step(model, x, y):
+        out, backward = nnx.vjp(function(model, y), x, graph=False)
+        return backward(cotangent(out, x))[0]
+
+    return step
+
+
+TRAPS = {
+    "clip on activations": lambda m, x, y: nnx.grad(lambda m: jnp.mean((clipped(m(x)) - y) ** 2))(
+        m
+    ),
+    "clip on parameters": lambda m, x, y: nnx_dp.grad(
+        lambda w: jnp.mean((x @ clipped(w) - y) ** 2)
+    )(m.kernel[...]),
+    "equal losses of another scale": lambda m, x, y: nnx.grad(
+        lambda m: nnx_dp.pmean(jnp.mean((m(x) - y) ** 2)) / np.sqrt(len(x))
+    )(m),
+    "penalty by the root of the size": lambda m, x, y: nnx.grad(
+        lambda m: jnp.sqrt(x.shape[0] * jnp.sum(m.kernel[...] ** 2))
+    )(m),
+    "sum of means over the batch": lambda m, x, y: nnx.grad(
+        lambda x: nnx_dp.psum(jnp.mean(m(x) ** 2))
+    )(x),
+    "backward pass that counts": lambda m, x, y: nnx.grad(lambda x: jnp.mean(scaled(m(x)) ** 2))(x),
+    "Hessian of a sum": hessian_of_sum,
+    "Hessian of a sum, by size": lambda m, x, y: hessian_of_sum(m, x, y) / len(x),
+    "Hessian of a sum, in reverse": lambda m, x, y: nnx_dp.grad(
+        lambda w: jnp.sum(nnx_dp.grad(lambda w: jnp.sum(jnp.tanh(x @ w - y) ** 2))(w)) / len(x)
+    )(m.kernel[...]),
+    "cotangents by size": pulled_back(lambda m, y: m, lambda out, x: out / x.shape[0]),
+    "cotangents": pulled_back(lambda m, y: m, lambda out, x: out),
+    "cotangent that counts": pulled_back(
+        lambda m, y: lambda x: jnp.mean((m(x) - y) ** 2), lambda out, x: jnp.float32(len(x))
+    ),
+    "cotangent of one": pulled_back(
+        lambda m, y: lambda x: jnp.mean((m(x) - y) ** 2), lambda out, x: jnp.ones_like(out)
+    ),
+    "cotangent of the loss": pulled_back(
+        lambda m, y: lambda x: jnp.mean((m(x) - y) ** 2), lambda out, x: 1 / out
+    ),
+}
+
+
+def right_or_refused(call, expected, *, accepted):
+    try:
+        actual = call()
+    except ValueError:
+        if accepted:
+            raise
+    else:
+        assert_same(jax.tree.leaves(actual), jax.tree.leaves(expected))
+
+
+ACCEPTED = {"Hessian of a sum", "cotangents", "cotangents by size", "cotangent of one"}
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+@pytest.mark.parametrize("name", TRAPS)
+def test_step_is_right_or_refused(name, strategy):
+    step, (model, _), (x, y) = TRAPS[name], linear(), regression()
+    expected = step(model, x, y)
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4)
+    right_or_refused(lambda: dp_step(model, x, y), expected, accepted=name in ACCEPTED)
+
+
+def squeezed(model, x, y):
+    return jnp.mean(model(x).squeeze().sum(axis=0))
+
+
+def squeezed_rows(model, x, y):
+    return model(x).squeeze().mean(axis=0)
+
+
+def other_loss_for_one(model, x, y):
+    def loss_fn(model):
+        losses = (model(x) - y) ** 2
+        return losses.mean() if len(x) > 1 else losses.sum() * 3
+
+    return nnx.value_and_grad(loss_fn)(model)[0]
+
+
+def half_of_the_batch(model, x, y):
+    return nnx.value_and_grad(lambda m: jnp.sum((m(x) - y) ** 2) / max(1, len(x) // 2))(model)[0]
+
+
+def plain_mean(model, x, y):
+    return nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+
+
+def normalised(model, x, y):
+    return jnp.mean(nnx.softmax(model(x) + jnp.ones((1, 5))) * (x.mean(axis=-1, keepdims=True) - y))
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+@pytest.mark.parametrize(
+    ("step", "accepted"),
+    [
+        (squeezed, False),
+        (squeezed_rows, False),
+        (other_loss_for_one, False),
+        (half_of_the_batch, False),
+        (plain_mean, True),
+        (normalised, True),
+    ],
+)
+def test_one_example_on_each_device_is_right_or_refused(step, accepted, strategy):
+    model, (x, y) = nnx.Linear(3, 5, rngs=nnx.Rngs(0)), regression(4)
+    expected = step(model, x, y)
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4)
+    right_or_refused(lambda: dp_step(model, x, y), expected, accepted=accepted)
+
+
+@pytest.mark.parametrize("loss", [jnp.mean, jnp.sum])
+def test_gradient_over_a_padded_batch(loss):
+    def step(model, x):
+        return nnx.grad(lambda x: loss(model(x) ** 2))(x)
+
+    (model, _), x = linear(), regression(7)[0]
+    dp_step = nnx_dp.data_parallel(step, strategy="shard_map", devices=4, uneven="pad")
+    if loss is jnp.mean:
+        with pytest.raises(ValueError, match='uneven="pad" cannot be used'):
+            dp_step(model, x)
+    else:
+        assert_same(dp_step(model, x), step(model, x))

@@ -263,3 +263,28 @@ def test_draws_from_a_constant_key_are_refused(strategy):
     alike = nnx_dp.data_parallel(step, strategy=strategy, devices=4, rngs="broadcast")
     noise = (np.array(alike(x)) - x).reshape(4, -1)
     np.testing.assert_allclose(noise, np.broadcast_to(noise[:1], noise.shape), atol=1e-5)
+
+
+def keys_of_rows(x, flag):
+    keys = jax.random.split(jax.random.key(0), len(x))
+    return jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+
+
+@pytest.mark.parametrize("strategy", PER_DEVICE)
+@pytest.mark.parametrize(
+    "step",
+    [
+        keys_of_rows,
+        lambda x, flag: jax.random.gamma(jax.random.key(0), jnp.ones(len(x))),
+        lambda x, flag: x[0 - jnp.arange(len(x))],
+        lambda x, flag: x[jnp.where(flag > 0, jnp.arange(len(x)), 0)],
+        lambda x, flag: x[
+            jax.lax.cond(flag > 0, lambda: jnp.arange(len(x)), lambda: jnp.zeros(len(x), int))
+        ],
+    ],
+    ids=["keys", "gamma", "backwards", "chosen", "branch"],
+)
+def test_rows_that_are_not_a_devices_own_are_refused(step, strategy):
+    dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4)
+    with pytest.raises(ValueError, match="output"):
+        dp_step(np.arange(24.0, dtype=np.float32).reshape(8, 3), -1.0)

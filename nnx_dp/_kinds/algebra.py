@@ -25,6 +25,7 @@ rows.  Integers of 32 bits or more are taken not to overflow.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 Tag = Literal[
@@ -46,11 +47,16 @@ Tag = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One reduction kind; see the module."""
+    """One reduction kind; see the module.
+
+    `curved` says of an unknown value that it is a function of parts of sums that is not linear in
+    them, so that no reduction over the devices can make the global value of it.
+    """
 
     tag: Tag
     power: int = 0
     rows_axis: int | None = None
+    curved: bool = dataclasses.field(default=False, compare=False)
     why: str = dataclasses.field(default="", compare=False)
 
     @property
@@ -97,6 +103,9 @@ class Kind:
         }.get(self.tag, "it is zero")
 
 
+_NUMBERS = frozenset({"number", "place", "index", "key", "false"})
+"""Tags of values that are no longer such a thing where some of them are zero."""
+
 ZERO = Kind("zero")
 SAME = Kind("same")
 KEY = Kind("key")
@@ -115,32 +124,43 @@ def linear(power: int) -> Kind:
     return Kind("linear", power)
 
 
-def unknown(why: str) -> Kind:
-    return Kind("unknown", why=why)
+def unknown(why: str, *, curved: bool = False) -> Kind:
+    return Kind("unknown", why=why, curved=curved)
+
+
+def blend(kinds: Sequence[Kind], why: str, *, curved: bool = False) -> Kind:
+    """The unknown kind of what was computed from these."""
+    seen = [kind for kind in kinds if kind.tag == "unknown"]
+    if not seen:
+        return unknown(why, curved=curved)
+    return unknown(seen[0].why or why, curved=any(kind.curved for kind in seen))
 
 
 def add(first: Kind, second: Kind, why: str) -> Kind:
     """The kind of a sum, or of a value that is one or the other."""
-    if first == second and first.tag in ("zero", "same", "rows", "linear", "unknown"):
+    if first == second and first.tag in ("zero", "same", "rows", "linear"):
         return first
+    tags = {first.tag, second.tag}
+    if "zero" in tags and tags & _NUMBERS:
+        return unknown(why)
     if first.tag == "zero":
         return second
     if second.tag == "zero":
         return first
-    tags = {first.tag, second.tag}
     if tags <= {"same", "linear"} and "linear" in tags:
         # A value that is the same on N devices sums to N times itself.
         first_power = first.power + (first.tag == "same")
         second_power = second.power + (second.tag == "same")
-        return linear(first_power) if first_power == second_power else unknown(why)
+        equal = first_power == second_power
+        return linear(first_power) if equal else unknown(why, curved=True)
     if tags == {"same", "rows"} and first.power == second.power:
         return first if first.tag == "rows" else second
-    return unknown(_first_reason(first, second) or why)
+    return blend((first, second), why)
 
 
 def join(first: Kind, second: Kind, why: str) -> Kind:
     """The kind of a value that is, by a choice equal on all devices, one or the other."""
-    if first == second:
+    if first == second and first.tag != "unknown":
         return first
     if {first.tag, second.tag} == {"same", "rows"}:
         return unknown(why)
@@ -166,7 +186,7 @@ def multiply(first: Kind, second: Kind, why: str, sign: int = 1) -> Kind:
         axes = {kind.rows_axis for kind in (first, second) if kind.tag == "rows"}
         if len(axes) == 1:
             return rows(axes.pop(), power)  # type: ignore[arg-type]
-    return unknown(_first_reason(first, second) or why)
+    return blend((first, second), why, curved=set(tags) <= {"same", "rows", "linear"})
 
 
 def elementwise(kinds: list[Kind], why: str) -> Kind:
@@ -176,8 +196,5 @@ def elementwise(kinds: list[Kind], why: str) -> Kind:
     axes = {kind.axis for kind in kinds if not kind.same}
     if len(axes) == 1 and None not in axes:
         return rows(axes.pop())  # type: ignore[arg-type]
-    return unknown(_first_reason(*kinds) or why)
-
-
-def _first_reason(*kinds: Kind) -> str:
-    return next((kind.why for kind in kinds if kind.tag == "unknown"), "")
+    parts = any(kind.power != 0 or kind.tag == "linear" for kind in kinds)
+    return blend(kinds, why, curved=parts)

@@ -32,6 +32,8 @@ def add(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 
 
 def _sub(pair: Pair, kinds: list[Kind]) -> list[Kind]:
+    if kinds[1].tag not in (*_SIGNED, "unknown"):
+        return mixed(pair, kinds)
     return add(pair, [kinds[0], _negated(kinds[1])])
 
 
@@ -154,7 +156,7 @@ def _of_zeros(rule: Rule) -> Rule:
 
 _NONLINEAR = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
-    ceil clamp clz complex cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    ceil clamp clz cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
     igamma igamma_grad_a igammac is_finite le le_to lgamma log log1p log2 logistic lt_to mulhi ne
     nextafter not one_minus_square or polygamma polynomial population_count pow reciprocal
     regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic
@@ -169,7 +171,7 @@ _IDENTITIES = """
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_NONLINEAR, nonlinear),
     **dict.fromkeys(_IDENTITIES, _pass),
-    **dict.fromkeys(("add", "add_any"), add),
+    **dict.fromkeys(("add", "add_any", "complex"), add),
     "sub": _sub,
     "neg": _neg,
     "lt": _less_than,

@@ -13,8 +13,20 @@ def _random_key(pair: Pair, kinds: list[Kind]) -> list[Kind]:
         if all(kind.same for kind in others):
             return _drawn(pair, KEY)
     if all(kind.same for kind in kinds):
-        return _drawn(pair, SAME)
+        return [unknown(_alike(pair))] if _draws_alike(pair) else _drawn(pair, SAME)
     return nonlinear(pair, kinds)
+
+
+def _draws_alike(pair: Pair) -> bool:
+    """Whether rows drawn from a key that all devices hold would be those of other devices."""
+    return not pair.shared_draws and pair.out_axis() is not None
+
+
+def _alike(pair: Pair) -> str:
+    return (
+        f"the key of a random draw at {pair.line} is the same on every device, so that their "
+        "examples would get the same numbers: take it from nnx.Rngs or from an argument"
+    )
 
 
 def _random_bits(pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -24,18 +36,14 @@ def _random_bits(pair: Pair, kinds: list[Kind]) -> list[Kind]:
         return _drawn(pair, unknown(why))
     if key.axis is not None:
         return [key]
-    if key.same and not pair.shared_draws and pair.out_axis() is not None:
-        why = (
-            f"the key of a random draw at {pair.line} is the same on every device, so that their "
-            "examples would get the same numbers: take it from nnx.Rngs or from an argument"
-        )
-        return [unknown(why)]
+    if key.same and _draws_alike(pair):
+        return [unknown(_alike(pair))]
     return _drawn(pair, SAME) if key.same else mixed(pair, kinds)
 
 
 def _random_gamma(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     key, shape = kinds
-    if key.tag == "key" and (shape.same or shape.axis is not None):
+    if (key.tag == "key" or key.same) and (shape.same or shape.axis is not None):
         return _random_bits(pair, [key])
     return nonlinear(pair, kinds)
 

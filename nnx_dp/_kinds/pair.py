@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nnx_dp._jaxpr import is_jaxpr, mapped_axes, open_jaxpr, sub_jaxprs
-from nnx_dp._kinds.algebra import Kind, unknown
+from nnx_dp._kinds.algebra import Kind, blend
 
 Rule = Callable[["Pair", list[Kind]], list[Kind]]
 """How one primitive passes kinds on: from a pair and its operands' kinds to its outputs' kinds."""
@@ -100,8 +100,7 @@ def names_axis(jaxpr: Any, axis_name: str) -> bool:
 
 def mixed(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     """The answer of a rule that cannot tell."""
-    known = next((kind.why for kind in kinds if kind.tag == "unknown"), "")
-    return [unknown(known or pair.why(pair.name))] * len(pair.local.outvars)
+    return [blend(kinds, pair.why(pair.name))] * len(pair.local.outvars)
 
 
 def equal_parameters(first: Any, second: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nnx_dp._jaxpr import sub_jaxprs
 from nnx_dp._kinds import elementwise, indexing, moves, opaque, reductions
-from nnx_dp._kinds.algebra import SAME, Kind, unknown
+from nnx_dp._kinds.algebra import SAME, Kind, blend, unknown
 from nnx_dp._kinds.opaque import KERNELS
 from nnx_dp._kinds.pair import Pair, Rule, names_axis
 
@@ -38,6 +38,5 @@ def _without_rule(pair: Pair, kinds: list[Kind], axis_name: str) -> list[Kind]:
     collective = any(names_axis(sub, axis_name) for sub in sub_jaxprs(pair.local))
     if all(kind.same for kind in kinds) and pair.same_parameters() and not collective:
         return [SAME] * len(pair.local.outvars)
-    known = next((kind.why for kind in kinds if kind.tag == "unknown"), "")
     why = pair.why(f"{pair.name}, which is not known to keep examples apart,")
-    return [unknown(known or why)] * len(pair.local.outvars)
+    return [blend(kinds, why)] * len(pair.local.outvars)

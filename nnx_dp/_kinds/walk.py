@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,9 @@ def find_kinds(
     constants: Sequence[tuple[Any, Any]] = (),
     through_collectives: bool = True,
     shared_draws: bool = True,
+    declared: Mapping[int, str] | None = None,
+    otherwise: str = "infer",
+    trusted: bool = False,
 ) -> tuple[list[Kind], dict[int, Kind]]:
     """Finds the reduction kind of every output and of every loss.
 
@@ -50,16 +53,22 @@ def find_kinds(
         False leaves only what is computed from each example alone.
       shared_draws: whether examples on different devices may get the same random numbers, from a
         key that all devices hold alike.
+      declared: for gradients of which the caller said what their loss is, "mean" or "sum".
+      otherwise: what the caller said of all others, or "infer".
+      trusted: whether a gradient is taken to be right that cannot be shown to be, since the caller
+        asked for other statistics than those of one device.
 
     Returns:
       The kind of each output, and the kind of each gradient's loss by the gradient's number.
     """
-    walk = _Walk(devices, axis_name, through_collectives, shared_draws)
+    walk = _Walk(
+        devices, axis_name, through_collectives, shared_draws, declared or {}, otherwise, trusted
+    )
     inputs = [SAME if axis is None else rows(axis) for axis in shard_axes]
     inputs[: len(constants)] = [walk.constant(*values) for values in constants]
     outputs = walk.jaxpr(local, whole, inputs)
     for site, cotangents in walk.cotangents.items():
-        walk.losses[site] = _loss_from_gradient(walk.losses.get(site, SAME), cotangents)
+        walk.losses[site] = _loss_from_gradient(walk.losses.get(site, SAME), cotangents, trusted)
     inner, outer = open_jaxpr(local)[0], open_jaxpr(whole)[0]
     for index, kind in enumerate(outputs):
         if kind.tag == "zero":
@@ -67,7 +76,7 @@ def find_kinds(
     return outputs, walk.losses
 
 
-def _loss_from_gradient(loss: Kind, cotangents: list[Kind]) -> Kind:
+def _loss_from_gradient(loss: Kind, cotangents: list[Kind], trusted: bool) -> Kind:
     """Compares what a loss is with what its backward pass brings to the state on each device."""
     if loss.tag == "rows":
         # A function with an output for each example, differentiated by nnx.vjp: what its gradient
@@ -75,13 +84,20 @@ def _loss_from_gradient(loss: Kind, cotangents: list[Kind]) -> Kind:
         return functools.reduce(lambda a, b: join(a, b, "gradients of unlike kinds"), cotangents)
     if loss.tag == "unknown":
         return loss
-    summed = loss.tag == "linear" and loss.power == 0
-    expected = (linear(0), same(-1)) if summed else (linear(1), SAME)
+    expected = (linear(0), same(-1)) if loss.reduction == "sum" else (linear(1), SAME)
     for cotangent in cotangents:
+        if cotangent.curved and not trusted:
+            return Kind("conflict", why=_CURVED)
         if cotangent.tag in ("same", "linear") and cotangent not in expected:
             return Kind("conflict", why=_REDUCED_ALREADY)
     return loss
 
+
+_CURVED = (
+    "its backward pass is not linear in the gradient that it gets (a jax.custom_vjp that clips or "
+    "normalises it, or a cotangent that the step computes from the batch), and would do so with "
+    "that of one device's examples"
+)
 
 _REDUCED_ALREADY = (
     "its backward pass scales the gradient or sums it over the devices itself (a jax.custom_vjp "
@@ -104,6 +120,9 @@ class _Walk:
     axis_name: str
     through_collectives: bool
     shared_draws: bool
+    declared: Mapping[int, str]
+    otherwise: str
+    trusted: bool
     losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, list[Kind]] = dataclasses.field(default_factory=dict)
     line: str = ""
@@ -167,7 +186,7 @@ class _Walk:
             for power in (-1, 1, -2, 2):
                 if np.allclose(ratios, float(self.devices) ** power, rtol=1e-6, atol=0):
                     return same(power)
-        return unknown("a constant that depends on the batch size")
+        return unknown("a constant that depends on the batch size", curved=True)
 
     def _equation(self, pair: Pair, kinds: list[Kind]) -> list[Kind]:
         eqn, name = pair.local, pair.name
@@ -200,29 +219,61 @@ class _Walk:
         return apply_rule(pair, kinds, self.axis_name)
 
     def _gradient(self, pair: Pair, cotangent: Kind, primal: Kind) -> Kind:
-        params = pair.local.params
+        """What comes out of a gradient's reduction, which the plan decides from the same kinds."""
+        params, site = pair.local.params, pair.local.params["site"]
         if params["reduce"] == "keep":
             return cotangent
-        if params["derived"]:
-            return self._mean(pair, cotangent)
-        if primal.tag == "rows":
-            return rows(primal.rows_axis)  # type: ignore[arg-type]
-        if pair.out_axis() is not None:
-            # Zeros, say, of the shape of the batch: the gradient has a row for each example.
-            by_rows = cotangent.tag == "rows"
-            return rows(cotangent.rows_axis) if by_rows else unknown(pair.why("a gradient"))  # type: ignore[arg-type]
-        site = params["site"]
-        self.cotangents.setdefault(site, []).append(cotangent)
+        over_batch = primal.tag == "rows" or pair.out_axis() is not None
+        if not params["derived"]:
+            kind = linear(cotangent.power) if cotangent.tag == "rows" else cotangent
+            self.cotangents.setdefault(site, []).append(kind)
         if not self.through_collectives:
-            return unknown(pair.why("a gradient over the batch"))
+            # Of a padded batch only a sum leaves the gradient of an example alone.
+            apart = over_batch and cotangent.axis is not None and not self._is_mean(site)
+            return cotangent if apart else unknown(pair.why("a gradient over the batch"))
+        reduced = self._over_batch if over_batch else self._over_state
+        return reduced(pair, cotangent, primal, self._is_mean(site))
+
+    def _over_batch(self, pair: Pair, cotangent: Kind, primal: Kind, is_mean: bool) -> Kind:
+        if cotangent.tag == "rows" and not self._is_declared(pair.local.params["site"]):
+            return rows(cotangent.rows_axis, cotangent.power - is_mean)  # type: ignore[arg-type]
+        if cotangent.tag == "zero":
+            return cotangent
+        if primal.tag == "rows" and not self._doubtful(pair, cotangent):
+            return rows(primal.rows_axis)  # type: ignore[arg-type]
+        by_rows = cotangent.tag == "rows"
+        return rows(cotangent.rows_axis) if by_rows else unknown(pair.why("a gradient"))  # type: ignore[arg-type]
+
+    def _over_state(self, pair: Pair, cotangent: Kind, primal: Kind, is_mean: bool) -> Kind:
+        if pair.local.params["derived"]:
+            if cotangent.tag == "linear":
+                return same(cotangent.power - is_mean)
+            if cotangent.tag == "same":
+                return same(cotangent.power + (not is_mean))
+            return cotangent if cotangent.tag == "zero" else unknown(pair.why("pmean"))
         # How the loss is reduced is decided, or refused, by the kind of the loss; either way the
         # gradient that comes out is that of one device.
-        return SAME if primal.same else unknown(pair.why("a gradient of a value that varies"))
+        if not primal.same:
+            return unknown(pair.why("a gradient of a value that varies"))
+        return unknown(cotangent.why) if self._doubtful(pair, cotangent) else SAME
 
-    def _mean(self, pair: Pair, kind: Kind) -> Kind:
-        if kind.tag == "linear":
-            return same(kind.power - 1)
-        return kind if kind.tag in ("same", "zero") else unknown(pair.why("pmean"))
+    def _is_declared(self, site: int) -> bool:
+        return self.declared.get(site, self.otherwise) != "infer"
+
+    def _doubtful(self, pair: Pair, cotangent: Kind) -> bool:
+        """Whether a gradient is surely not that of one device, and nobody said that it is."""
+        declared = self._is_declared(pair.local.params["site"])
+        return cotangent.curved and not declared and not self.trusted
+
+    def _is_mean(self, site: int) -> bool:
+        """Whether the plan will average a gradient over the devices, or add it up."""
+        declared = self.declared.get(site, self.otherwise)
+        if declared != "infer":
+            return declared == "mean"
+        loss = self.losses.get(site, SAME)
+        if loss.tag == "rows" and loss.axis is not None:
+            return any(kind.reduction == "mean" for kind in self.cotangents.get(site, []))
+        return loss.reduction != "sum"
 
     def _collective(self, name: str, pair: Pair, kinds: list[Kind]) -> Kind:
         if name == "axis_index":
