@@ -10,10 +10,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from nnx_dp._comparison import padded_output_axes
 from nnx_dp._graph import StateLeaves
 from nnx_dp._leaves import shape_of
 from nnx_dp._options import Settings, StepOptions
-from nnx_dp._plan import padded_output_axes
 from nnx_dp._repeat import trace_modes
 from nnx_dp._roles import BoundCall
 from nnx_dp._state_placement import check_whole, state_placements

@@ -1,4 +1,4 @@
-"""Whether a step does on one row what it does on two.
+"""Whether a step does on one row what it does on two, and with padding what without.
 
 A plan is read off the step at two rows a device where there is only one, since axes of size one
 broadcast, which hides what they are.  That is of use only if the step at one row is the same
@@ -58,6 +58,16 @@ def same_program(
     )
 
 
+def same_numbers(first: Any, second: Any) -> bool:
+    """Whether two programs do the same operations with the same numbers."""
+    one, two = [*_operations(first)], [*_operations(second)]
+    return [step.name for step in one] == [step.name for step in two] and all(
+        _same_number(*pair)
+        for steps in zip(one, two, strict=True)
+        for pair in zip(*(step.numbers for step in steps), strict=False)
+    )
+
+
 def _operations(jaxpr: Any) -> Iterator[_Operation]:
     inner, _ = open_jaxpr(jaxpr)
     numbers: dict[Any, Any] = {}
@@ -94,3 +104,9 @@ def _in_step(one: Any, two: Any, whole: Any, devices: int) -> bool:
         ):
             return True
     return False
+
+
+def _same_number(first: Any, second: Any) -> bool:
+    if first is None or second is None:
+        return (first is None) == (second is None)
+    return np.shape(first) != np.shape(second) or bool(np.all(np.equal(first, second)))

@@ -14,13 +14,11 @@ from typing import Any
 
 import jax
 
-from nnx_dp._batch_norm import BY_ITSELF
+from nnx_dp._comparison import Comparison, compare
 from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger, LossReduce, differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._jaxpr import open_jaxpr
-from nnx_dp._kinds import Kind, find_kinds
-from nnx_dp._one_row import same_program
 from nnx_dp._options import LossIs, StepOptions
 from nnx_dp._outputs import (
     AS_IS,
@@ -101,7 +99,7 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
             tuple(means), frozenset(), local.structure, exits, local.ledger.drew, local.fired
         )
 
-    comparison = _compare(bound, state, options, devices, local)
+    comparison = compare(bound, state, options, devices, local)
     batch_leaves = set(comparison.batch_leaves)
     losses: dict[int, Taint] = {}
     taints = find_variation(
@@ -124,30 +122,6 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     )
 
 
-def padded_output_axes(
-    bound: BoundCall, state: StateLeaves, options: StepOptions, devices: int
-) -> tuple[int | None, ...]:
-    """Finds the batch axis of every array that a step on a padded batch leaves behind.
-
-    Raises:
-      ValueError: if padding would change anything: an output that is not one row for each example,
-        or state that depends on the batch.
-    """
-    local = trace(bound, state, options, shards=devices, axis_size=devices)
-    found = _compare(bound, state, options, devices, local, through_collectives=False)
-    unseen = Kind("unknown", why=found.why)
-    kinds = found.kinds or [unseen] * len(local.structure.leaves)
-    for leaf, kind in zip(local.structure.leaves, kinds, strict=True):
-        if not kind.same and (leaf.is_state or kind.axis is None):
-            raise ValueError(
-                f'uneven="pad" cannot be used with this step: padding would change {leaf.path}, '
-                f"which is not one row for each example ({kind.reason}). Pad the batch yourself "
-                "and mask it with nnx_dp.mean(losses, where=mask), or use "
-                'uneven="replicate", "drop" or strategy="jit".'
-            )
-    return tuple(kind.axis for kind in kinds)
-
-
 _NOTE = "nnx_dp: in a per-device strategy the step sees the batch of one of"
 
 
@@ -165,75 +139,6 @@ def _shapes_note(bound: BoundCall, devices: int) -> str:
         f"{_NOTE} {devices} devices: {argument.path} has shape {local} in it, not {whole}. "
         'A step that needs the whole batch runs under strategy="jit".'
     )
-
-
-@dataclasses.dataclass
-class _Comparison:
-    """What the traces at one device's shapes and at the global shapes say together.
-
-    Attributes:
-      shapes: (local, global) of each array that the step leaves behind.
-      kinds: how the devices' values of each make up the global one; None without a global trace.
-      losses: the same for the loss of each gradient.
-      batch_leaves: the (gradient, leaf) pairs whose shape depends on the batch size.
-      why: why there is no global trace, where there is none.
-    """
-
-    shapes: list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None]]
-    kinds: list[Kind] | None = None
-    losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
-    batch_leaves: frozenset[tuple[int, int]] = frozenset()
-    why: str = ""
-
-
-def _compare(
-    bound: BoundCall,
-    state: StateLeaves,
-    options: StepOptions,
-    devices: int,
-    local: Traced,
-    through_collectives: bool = True,
-) -> _Comparison:
-    """Traces the step at the global shapes and compares."""
-    smallest = min(size // devices for _, size in bound.batch_sizes())
-    # Axes of size one broadcast: the step would do other operations than on a larger batch.  What
-    # its outputs are does not depend on the size, so two rows show it.
-    scale, one = (2 if smallest <= local.ledger.microbatches else 1), local
-    try:
-        if scale > 1:
-            local = trace(bound, state, options, shards=devices, axis_size=devices, scale=scale)
-        whole = trace(bound, state, options, shards=1, axis_size=1, scale=scale)
-    except Exception as error:
-        why = f"the step does not trace at the global shapes ({_first_line(error)})"
-        return _Comparison([(shape, None) for shape in local.out_shapes], why=why)
-    _check_same_structure(local.structure, whole.structure)
-    jaxprs = one.jaxpr, local.jaxpr, whole.jaxpr
-    constants = one.constants, local.constants, whole.constants
-    if scale > 1 and not same_program(*jaxprs, constants, devices):
-        why = "it does other operations on one example than on more, and a device gets one"
-        return _Comparison([(shape, None) for shape in one.out_shapes], why=why)
-    kinds, losses = find_kinds(
-        local.jaxpr,
-        whole.jaxpr,
-        local.shard_axes,
-        devices=devices,
-        axis_name=options.axis_name,
-        constants=list(zip(local.constants, whole.constants, strict=False)),
-        through_collectives=through_collectives,
-        shared_draws=options.rngs != "split",
-        declared=local.ledger.declared,
-        otherwise=options.loss_reduce,
-        trusted=BY_ITSELF in local.fired,
-    )
-    shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
-    differentiated = differentiated_shapes(whole.jaxpr)
-    batch_leaves = frozenset(
-        key
-        for key, local_shapes in differentiated_shapes(local.jaxpr).items()
-        if local_shapes != differentiated.get(key)
-    )
-    why = "it does other operations on a device's batch"
-    return _Comparison([*shapes], kinds, losses, batch_leaves, why)
 
 
 def _check_differentiated(
@@ -258,23 +163,10 @@ def _check_differentiated(
                 )
 
 
-def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:
-    if local.graphdef != whole.graphdef or len(local.leaves) != len(whole.leaves):
-        raise ValueError(
-            "the step leaves another structure behind when it sees one device's batch than when it "
-            "sees the whole one: a static attribute or an output depends on the batch size. "
-            'Keep it in an array (nnx.Variable(jnp.array(...))), or use strategy="jit".'
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-
-
 def _loss_reduction(
     site: int,
     losses: dict[int, Taint],
-    comparison: _Comparison,
+    comparison: Comparison,
     ledger: GradientLedger,
     options: StepOptions,
     devices: int,
@@ -332,7 +224,7 @@ _SHARED_DRAWS = (
 
 def _exits(
     local: Traced,
-    comparison: _Comparison,
+    comparison: Comparison,
     taints: Sequence[Taint],
     options: StepOptions,
     devices: int,

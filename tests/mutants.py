@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows made in the step are taken for state",
-        "_plan.py",
+        "_comparison.py",
         "if local_shapes != differentiated.get(key)",
         "if False",
         "test_gradients.py",
@@ -128,6 +128,48 @@ MUTANTS = [
         "    return [grad_sync_p.bind(outer_cotangent, primal, **params), None]",
         "    return [outer_cotangent, None]",
         "test_gradients.py test_field_cases.py",
+    ),
+    Mutant(
+        "a curved backward pass is let through",
+        "_kinds/walk.py",
+        "        if cotangent.curved and not trusted:\n",
+        "        if False:\n",
+        "test_gradients.py -k right_or_refused",
+    ),
+    Mutant(
+        "a loss that is equal on all devices is taken for the global one",
+        "_plan.py",
+        "    if taint is None and alike:\n",
+        "    if taint is None:\n",
+        "test_gradients.py -k right_or_refused",
+    ),
+    Mutant(
+        "a gradient over the batch may have any scale",
+        "_kinds/walk.py",
+        "cotangent.power - is_mean)  # type",
+        "0)  # type",
+        "test_gradients.py -k right_or_refused",
+    ),
+    Mutant(
+        "a second derivative of a sum is one of a mean",
+        "_kinds/walk.py",
+        "return same(cotangent.power - is_mean)",
+        "return same(cotangent.power - 1)",
+        "test_gradients.py -k right_or_refused",
+    ),
+    Mutant(
+        "one row is taken for two",
+        "_comparison.py",
+        "if scale > 1 and not (",
+        "if False and not (",
+        "test_gradients.py -k one_example",
+    ),
+    Mutant(
+        "a key that all devices hold draws their rows",
+        "_kinds/opaque.py",
+        "return not pair.shared_draws and pair.out_axis() is not None",
+        "return False",
+        "test_outputs.py test_kinds.py -k devices_own or draw",
     ),
     # --- What is the same on all devices
     Mutant(
@@ -218,8 +260,8 @@ MUTANTS = [
     Mutant(
         "unlike terms add up",
         "_kinds/algebra.py",
-        "return linear(first_power) if first_power == second_power else unknown(why)",
-        "return linear(first_power)",
+        "return linear(first_power) if equal else",
+        "return linear(first_power) if True else",
         "test_kinds.py test_gradients.py",
     ),
     Mutant(
@@ -410,7 +452,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding may change an output",
-        "_plan.py",
+        "_comparison.py",
         "if not kind.same and (leaf.is_state or kind.axis is None):",
         "if False:",
         "test_uneven.py",

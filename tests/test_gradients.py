@@ -682,6 +682,10 @@ def squeezed_rows(model, x, y):
     return model(x).squeeze().mean(axis=0)
 
 
+def squeezed_output(model, x, y):
+    return model(x).squeeze()
+
+
 def other_loss_for_one(model, x, y):
     def loss_fn(model):
         losses = (model(x) - y) ** 2
@@ -708,6 +712,7 @@ def normalised(model, x, y):
     [
         (squeezed, False),
         (squeezed_rows, False),
+        (squeezed_output, False),
         (other_loss_for_one, False),
         (half_of_the_batch, False),
         (plain_mean, True),
@@ -733,3 +738,11 @@ def test_gradient_over_a_padded_batch(loss):
             dp_step(model, x)
     else:
         assert_same(dp_step(model, x), step(model, x))
+
+
+def test_padding_that_a_step_could_count():
+    step = nnx_dp.data_parallel(
+        lambda x: x * (len(x) % 2), strategy="shard_map", devices=4, uneven="pad"
+    )
+    with pytest.raises(ValueError, match="computes with the number of examples, which is 7 before"):
+        step(regression(7)[0])

@@ -276,13 +276,16 @@ def keys_of_rows(x, flag):
     [
         keys_of_rows,
         lambda x, flag: jax.random.gamma(jax.random.key(0), jnp.ones(len(x))),
+        lambda x, flag: -x.astype(jnp.uint32).min(),
+        lambda x, flag: 0 - x.astype(jnp.uint32).min(),
+        lambda x, flag: jnp.imag((x[:, 0] - 1j * x[:, 1]).max()),
         lambda x, flag: x[0 - jnp.arange(len(x))],
         lambda x, flag: x[jnp.where(flag > 0, jnp.arange(len(x)), 0)],
         lambda x, flag: x[
             jax.lax.cond(flag > 0, lambda: jnp.arange(len(x)), lambda: jnp.zeros(len(x), int))
         ],
     ],
-    ids=["keys", "gamma", "backwards", "chosen", "branch"],
+    ids="keys gamma negated subtracted imaginary backwards chosen branch".split(),
 )
 def test_rows_that_are_not_a_devices_own_are_refused(step, strategy):
     dp_step = nnx_dp.data_parallel(step, strategy=strategy, devices=4)

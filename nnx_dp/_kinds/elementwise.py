@@ -34,7 +34,7 @@ def add(pair: Pair, kinds: list[Kind]) -> list[Kind]:
 def _sub(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     if kinds[1].tag not in (*_SIGNED, "unknown"):
         return mixed(pair, kinds)
-    return add(pair, [kinds[0], _negated(kinds[1])])
+    return add(pair, [kinds[0], *_neg(pair, kinds[1:])])
 
 
 def _mul(pair: Pair, kinds: list[Kind]) -> list[Kind]:
@@ -54,8 +54,16 @@ def _pass(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     return list(kinds)
 
 
+def _part(pair: Pair, kinds: list[Kind]) -> list[Kind]:
+    """The parts of a complex number: its largest value need not have the largest of a part."""
+    return mixed(pair, kinds) if kinds[0].tag in ("max", "min") else list(kinds)
+
+
 def _neg(pair: Pair, kinds: list[Kind]) -> list[Kind]:
     kind = _negated(kinds[0])
+    signed = not jnp.issubdtype(pair.local.outvars[0].aval.dtype, jnp.unsignedinteger)
+    if kind.tag in ("max", "min") and not signed:
+        return mixed(pair, kinds)
     return [kind] if kind.tag in _SIGNED else mixed(pair, kinds)
 
 
@@ -164,13 +172,14 @@ _NONLINEAR = """
 """.split()
 
 _IDENTITIES = """
-    conj copy copy_p device_put imag mesh_cast name optimization_barrier pvary real
+    copy copy_p device_put mesh_cast name optimization_barrier pvary
     reduce_precision sharding_constraint stop_gradient
 """.split()
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_NONLINEAR, nonlinear),
     **dict.fromkeys(_IDENTITIES, _pass),
+    **dict.fromkeys(("conj", "imag", "real"), _part),
     **dict.fromkeys(("add", "add_any", "complex"), add),
     "sub": _sub,
     "neg": _neg,
