@@ -57,13 +57,13 @@ def compare(
         whole = trace(bound, state, options, shards=1, axis_size=1, scale=scale)
     except Exception as error:
         why = f"the step does not trace at the global shapes ({_first_line(error)})"
-        return Comparison([(shape, None) for shape in local.out_shapes], why=why)
+        return Comparison([(shape, None) for shape in one.out_shapes], why=why)
     _check_same_structure(local.structure, whole.structure)
     jaxprs = one.jaxpr, local.jaxpr, whole.jaxpr
     constants = one.constants, local.constants, whole.constants
     ranks = ([len(shape.shape) for shape in t.out_shapes] for t in (one, local))
     if scale > 1 and not (operator.eq(*ranks) and same_program(*jaxprs, constants, devices)):
-        why = "it does other operations on one example than on more, and a device gets one"
+        why = "it does other operations on one example than on two, so give each device two"
         return Comparison([(shape, None) for shape in one.out_shapes], why=why)
     kinds, losses = find_kinds(
         local.jaxpr,

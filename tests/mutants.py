@@ -134,7 +134,7 @@ MUTANTS = [
         "_kinds/walk.py",
         "        if cotangent.curved and not trusted:\n",
         "        if False:\n",
-        "test_gradients.py -k right_or_refused",
+        "test_gradients.py -k not_linear",
     ),
     Mutant(
         "a loss that is equal on all devices is taken for the global one",
@@ -144,10 +144,10 @@ MUTANTS = [
         "test_gradients.py -k right_or_refused",
     ),
     Mutant(
-        "a gradient over the batch may have any scale",
+        "a gradient over the batch keeps the scale of its device",
         "_kinds/walk.py",
         "cotangent.power - is_mean)  # type",
-        "0)  # type",
+        "cotangent.power)  # type",
         "test_gradients.py -k right_or_refused",
     ),
     Mutant(

@@ -16,6 +16,7 @@ from oracle import (
     check_against_one_device,
     in_turns,
     linear,
+    refused,
     regression,
     train_step,
 )
@@ -746,3 +747,10 @@ def test_padding_that_a_step_could_count():
     )
     with pytest.raises(ValueError, match="computes with the number of examples, which is 7 before"):
         step(regression(7)[0])
+
+
+def test_backward_pass_that_is_not_linear_is_named():
+    (model, _), (x, y) = linear(), regression()
+    dp_step = nnx_dp.data_parallel(TRAPS["clip on activations"], strategy="shard_map", devices=4)
+    with refused(ValueError, "its backward pass is not linear in the gradient", model):
+        dp_step(model, x, y)
