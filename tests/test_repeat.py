@@ -32,7 +32,7 @@ class Net(nnx.Module):
         self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
         self.heads = nnx.Dict({"a": nnx.Linear(4, 1, rngs=rngs)})
         self.parts = nnx.data({"scale": nnx.Param(jnp.ones(4)), "more": [nnx.Param(jnp.zeros(4))]})
-        self.shift = nnx.Param(jnp.zeros(4), tag="plain")
+        self.shift = nnx.Param(jnp.ones(4), tag="plain")
         self.factor = 1.0
         self.name = "net"
         self.activation = jnp.tanh
