@@ -8,7 +8,6 @@ not match, everything that follows is unknown.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from nnx_dp._grad_sync import grad_sync_p, loss_p, rows_p
 from nnx_dp._jaxpr import Literal, call_body, mapped_axes, open_jaxpr, scan_counts, user_line
 from nnx_dp._kinds.algebra import INDEX, SAME, ZERO, Kind, join, linear, rows, same, unknown
+from nnx_dp._kinds.losses import loss_from_gradient
 from nnx_dp._kinds.pair import Pair, batch_axis
 from nnx_dp._kinds.rules import apply_rule
 
@@ -68,42 +68,12 @@ def find_kinds(
     inputs[: len(constants)] = [walk.constant(*values) for values in constants]
     outputs = walk.jaxpr(local, whole, inputs)
     for site, cotangents in walk.cotangents.items():
-        walk.losses[site] = _loss_from_gradient(walk.losses.get(site, SAME), cotangents, trusted)
+        walk.losses[site] = loss_from_gradient(walk.losses.get(site, SAME), cotangents, trusted)
     inner, outer = open_jaxpr(local)[0], open_jaxpr(whole)[0]
     for index, kind in enumerate(outputs):
         if kind.tag == "zero":
             outputs[index] = _zeros(inner.outvars[index], outer.outvars[index], devices)
     return outputs, walk.losses
-
-
-def _loss_from_gradient(loss: Kind, cotangents: list[Kind], trusted: bool) -> Kind:
-    """Compares what a loss is with what its backward pass brings to the state on each device."""
-    if loss.tag == "rows":
-        # A function with an output for each example, differentiated by nnx.vjp: what its gradient
-        # is depends on the cotangent that the step chose.
-        return functools.reduce(lambda a, b: join(a, b, "gradients of unlike kinds"), cotangents)
-    if loss.tag == "unknown":
-        return loss
-    expected = (linear(0), same(-1)) if loss.reduction == "sum" else (linear(1), SAME)
-    for cotangent in cotangents:
-        if cotangent.curved and not trusted:
-            return Kind("conflict", why=_CURVED)
-        if cotangent.tag in ("same", "linear") and cotangent not in expected:
-            return Kind("conflict", why=_REDUCED_ALREADY)
-    return loss
-
-
-_CURVED = (
-    "its backward pass is not linear in the gradient that it gets (a jax.custom_vjp that clips or "
-    "normalises it, or a cotangent that the step computes from the batch), and would do so with "
-    "that of one device's examples"
-)
-
-_REDUCED_ALREADY = (
-    "its backward pass scales the gradient or sums it over the devices itself (a jax.custom_vjp "
-    "that does, or a psum of a mean in the loss): leave that to the caller, or use nnx_dp.pmean "
-    "there"
-)
 
 
 def _zeros(local: Any, whole: Any, devices: int) -> Kind:
@@ -235,14 +205,13 @@ class _Walk:
         return reduced(pair, cotangent, primal, self._is_mean(site))
 
     def _over_batch(self, pair: Pair, cotangent: Kind, primal: Kind, is_mean: bool) -> Kind:
-        if cotangent.tag == "rows" and not self._is_declared(pair.local.params["site"]):
-            return rows(cotangent.rows_axis, cotangent.power - is_mean)  # type: ignore[arg-type]
+        if cotangent.tag == "rows":
+            declared = self._is_declared(pair.local.params["site"])
+            return rows(cotangent.rows_axis, 0 if declared else cotangent.power - is_mean)  # type: ignore[arg-type]
         if cotangent.tag == "zero":
             return cotangent
-        if primal.tag == "rows" and not self._doubtful(pair, cotangent):
-            return rows(primal.rows_axis)  # type: ignore[arg-type]
-        by_rows = cotangent.tag == "rows"
-        return rows(cotangent.rows_axis) if by_rows else unknown(pair.why("a gradient"))  # type: ignore[arg-type]
+        trusted = primal.tag == "rows" and not self._doubtful(pair, cotangent)
+        return rows(primal.rows_axis) if trusted else unknown(pair.why("a gradient"))  # type: ignore[arg-type]
 
     def _over_state(self, pair: Pair, cotangent: Kind, primal: Kind, is_mean: bool) -> Kind:
         if pair.local.params["derived"]:
