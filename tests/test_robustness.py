@@ -528,7 +528,7 @@ LOSSES = {
 }
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     layers=st.lists(
         st.sampled_from(["linear", "norm", "batch norm", *ACTIVATIONS]), min_size=0, max_size=4
