@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,15 +54,16 @@ def compare(
     try:
         if scale > 1:
             local = trace(bound, state, options, shards=devices, axis_size=devices, scale=scale)
-        whole = trace(bound, state, options, shards=1, axis_size=1, scale=scale)
+        few = trace(bound, state, options, shards=1, axis_size=1)
+        whole = few
+        if scale > 1:
+            whole = trace(bound, state, options, shards=1, axis_size=1, scale=scale)
     except Exception as error:
         why = f"the step does not trace at the global shapes ({_first_line(error)})"
         return Comparison([(shape, None) for shape in one.out_shapes], why=why)
     _check_same_structure(local.structure, whole.structure)
-    jaxprs = one.jaxpr, local.jaxpr, whole.jaxpr
-    constants = one.constants, local.constants, whole.constants
-    ranks = ([len(shape.shape) for shape in t.out_shapes] for t in (one, local))
-    if scale > 1 and not (operator.eq(*ranks) and same_program(*jaxprs, constants, devices)):
+    traces = one, local, few, whole
+    if scale > 1 and not _in_step(traces):
         why = "it does other operations on one example than on two, so give each device two"
         return Comparison([(shape, None) for shape in one.out_shapes], why=why)
     kinds, losses = find_kinds(
@@ -87,6 +88,12 @@ def compare(
     )
     why = "it does other operations on a device's batch"
     return Comparison([*shapes], kinds, losses, batch_leaves, why)
+
+
+def _in_step(traces: Sequence[Traced]) -> bool:
+    ranks = [[len(shape.shape) for shape in traced.out_shapes] for traced in traces[:2]]
+    jaxprs = [traced.jaxpr for traced in traces]
+    return ranks[0] == ranks[1] and same_program(jaxprs, [traced.constants for traced in traces])
 
 
 def padded_output_axes(

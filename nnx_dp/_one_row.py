@@ -31,30 +31,29 @@ class _Operation(NamedTuple):
     numbers: tuple[Any, ...]
 
 
-def same_program(
-    one: Any, two: Any, whole: Any, constants: Sequence[Sequence[Any]], devices: int
-) -> bool:
-    """Compares a step at one row a device with the step at two, and at two for each of N.
+def same_program(jaxprs: Sequence[Any], constants: Sequence[Sequence[Any]]) -> bool:
+    """Compares a step at one row a device with the step at two.
 
     Args:
-      one, two, whole: the jaxprs.
+      jaxprs: the step on one device of N at one row, and at two; on one device alone at N rows, and
+        at 2 N.
       constants: for each of them, the values of the arrays that it closes over.
-      devices: N.
 
     Returns:
       Whether the first two do the same operations, and each number in them that depends on the
-      batch size does so by the same power from one row to two as from two to the whole.
+      batch size grows from one row to two as it grows from N to 2 N.
     """
-    first, second, third = [*_operations(one)], [*_operations(two)], [*_operations(whole)]
+    first, second, third, fourth = ([*_operations(jaxpr)] for jaxpr in jaxprs)
     if [step[:2] for step in first] != [step[:2] for step in second]:
         return False
-    closed_over = all(_in_step(a, b, c, devices) for a, b, c in zip(*constants, strict=False))
-    if [step.name for step in second] != [step.name for step in third]:
-        return closed_over  # Two and the whole are compared elsewhere.
+    closed_over = all(_in_step(values) for values in zip(*constants, strict=False))
+    names = [step.name for step in second]
+    if any([step.name for step in steps] != names for steps in (third, fourth)):
+        return closed_over  # Devices and the whole are compared elsewhere.
     return closed_over and all(
-        _in_step(*values, devices=devices)
-        for one_, two_, whole_ in zip(first, second, third, strict=True)
-        for values in zip(one_.numbers, two_.numbers, whole_.numbers, strict=False)
+        _in_step(values)
+        for steps in zip(first, second, third, fourth, strict=True)
+        for values in zip(*(step.numbers for step in steps), strict=False)
     )
 
 
@@ -87,23 +86,24 @@ def _operations(jaxpr: Any) -> Iterator[_Operation]:
             yield _Operation(eqn.primitive.name, tuple(ranks), tuple(map(number, eqn.invars)))
 
 
-def _in_step(one: Any, two: Any, whole: Any, devices: int) -> bool:
-    if any(value is None for value in (one, two, whole)):
-        return (one is None) == (two is None)
+def _in_step(numbers: Sequence[Any]) -> bool:
+    if any(number is None for number in numbers):
+        return (numbers[0] is None) == (numbers[1] is None)
     try:
-        values = [np.asarray(value) for value in (one, two, whole)]
+        values = [np.asarray(number) for number in numbers]
     except TypeError:  # a typed random key
         return True
-    if len({value.shape for value in values}) > 1 or values[0].dtype.kind not in "iuf":
+    if len({value.shape for value in values}) > 1 or values[0].dtype.kind not in "iufb":
         return True  # Rows, or no numbers.
-    a, b, c = (value.astype(np.float64) for value in values)
-    for power in (0, 1, -1, 2, -2, 0.5, -0.5):
-        scales = math.pow(2, power), math.pow(devices, power)
-        if np.allclose(a * scales[0], b, rtol=1e-5, atol=0, equal_nan=True) and np.allclose(
-            b * scales[1], c, rtol=1e-5, atol=0, equal_nan=True
-        ):
-            return True
-    return False
+    one, two, few, many = (value.astype(np.float64) for value in values)
+    return any(
+        _close(one * math.pow(2, power), two) and _close(few * math.pow(2, power), many)
+        for power in (0, 1, -1, 2, -2, 0.5, -0.5)
+    )
+
+
+def _close(first: Any, second: Any) -> bool:
+    return np.allclose(first, second, rtol=1e-5, atol=0, equal_nan=True)
 
 
 def _same_number(first: Any, second: Any) -> bool:
