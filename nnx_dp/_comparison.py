@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -12,7 +11,7 @@ from nnx_dp._batch_norm import BY_ITSELF
 from nnx_dp._grad_sync import differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._kinds import Kind, find_kinds
-from nnx_dp._leaves import shape_of
+from nnx_dp._leaves import resized
 from nnx_dp._one_row import same_numbers, same_program
 from nnx_dp._options import StepOptions
 from nnx_dp._per_device import Traced, trace
@@ -54,16 +53,14 @@ def compare(
     try:
         if scale > 1:
             local = trace(bound, state, options, shards=devices, axis_size=devices, scale=scale)
-        few = trace(bound, state, options, shards=1, axis_size=1)
-        whole = few
+        few = whole = trace(bound, state, options, shards=1, axis_size=1)
         if scale > 1:
             whole = trace(bound, state, options, shards=1, axis_size=1, scale=scale)
     except Exception as error:
         why = f"the step does not trace at the global shapes ({_first_line(error)})"
         return Comparison([(shape, None) for shape in one.out_shapes], why=why)
     _check_same_structure(local.structure, whole.structure)
-    traces = one, local, few, whole
-    if scale > 1 and not _in_step(traces):
+    if scale > 1 and not _alike_on_two_rows((one, local, few, whole)):
         why = "it does other operations on one example than on two, so give each device two"
         return Comparison([(shape, None) for shape in one.out_shapes], why=why)
     kinds, losses = find_kinds(
@@ -75,8 +72,7 @@ def compare(
         constants=list(zip(local.constants, whole.constants, strict=False)),
         through_collectives=through_collectives,
         shared_draws=options.rngs != "split",
-        declared=local.ledger.declared,
-        otherwise=options.loss_reduce,
+        declared=local.ledger.declared_losses(options.loss_reduce),
         trusted=BY_ITSELF in local.fired,
     )
     shapes = zip(local.out_shapes, whole.out_shapes, strict=True)
@@ -90,7 +86,7 @@ def compare(
     return Comparison([*shapes], kinds, losses, batch_leaves, why)
 
 
-def _in_step(traces: Sequence[Traced]) -> bool:
+def _alike_on_two_rows(traces: Sequence[Traced]) -> bool:
     ranks = [[len(shape.shape) for shape in traced.out_shapes] for traced in traces[:2]]
     jaxprs = [traced.jaxpr for traced in traces]
     return ranks[0] == ranks[1] and same_program(jaxprs, [traced.constants for traced in traces])
@@ -128,8 +124,10 @@ def padded_output_axes(
 
 def _is_blind_to_padding(bound: BoundCall, state: StateLeaves, options: StepOptions) -> bool:
     """Whether a step does the same, with the same numbers, on a batch as long as it really is."""
+    size = bound.unpadded_size
+    assert size is not None
     arrays = [
-        array if argument.axis is None else _cut(array, argument.axis, bound.unpadded_size)
+        array if argument.axis is None else resized(array, argument.axis, size)
         for argument, array in bound.located_arrays()
     ]
     real = dataclasses.replace(bound, arrays=arrays)
@@ -137,12 +135,6 @@ def _is_blind_to_padding(bound: BoundCall, state: StateLeaves, options: StepOpti
         trace(call, state, options, shards=1, axis_size=1) for call in (bound, real)
     )
     return same_numbers(padded.jaxpr, unpadded.jaxpr)
-
-
-def _cut(shape: Any, axis: int, size: int | None) -> jax.ShapeDtypeStruct:
-    lengths = list(shape.shape)
-    lengths[axis] = lengths[axis] if size is None else size
-    return shape_of(shape, shape=tuple(lengths))
 
 
 def _check_same_structure(local: OutStructure, whole: OutStructure) -> None:

@@ -231,11 +231,9 @@ class DataParallel(Generic[P, R]):
         found: Any = sys.modules.get(getattr(self, "__module__", ""))
         for part in name.split("."):
             found = getattr(found, part, None)
-        return (
-            name
-            if found is self
-            else (DataParallel, (self.__wrapped__, self._settings, self._options))
-        )
+        if found is self:
+            return name
+        return DataParallel, (self.__wrapped__, self._settings, self._options)
 
     def __repr__(self) -> str:
         return f"data_parallel({self._name}, strategy={self._settings.strategy!r})"

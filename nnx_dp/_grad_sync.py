@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.extend as jex
@@ -76,6 +76,11 @@ class GradientLedger:
             )
         self.opened += 1
         return self.opened - 1
+
+    def declared_losses(self, otherwise: str) -> dict[int, LossReduce]:
+        """What the caller said each loss is, here or in the decorator's `loss_reduce=`."""
+        said = {} if otherwise == "infer" else dict.fromkeys(range(self.opened), otherwise)
+        return cast(dict[int, LossReduce], {**said, **self.declared})
 
     def reduction(self, site: int, leaf: int) -> Reduce:
         if self.losses is None:

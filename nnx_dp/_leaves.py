@@ -40,3 +40,10 @@ def shape_of(leaf: Any, *, shape: tuple[int, ...] | None = None) -> jax.ShapeDty
         aval.dtype,
         weak_type=getattr(aval, "weak_type", False),
     )
+
+
+def resized(leaf: Any, axis: int, size: int) -> jax.ShapeDtypeStruct:
+    """Returns the abstract value of an argument with another length on one axis."""
+    shape = list(leaf.shape)
+    shape[axis] = size
+    return shape_of(leaf, shape=tuple(shape))

@@ -18,7 +18,7 @@ from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger
 from nnx_dp._graph import OutStructure, StateLeaves, flatten_call
 from nnx_dp._jaxpr import Literal, open_jaxpr
-from nnx_dp._leaves import is_key, shape_of
+from nnx_dp._leaves import is_key, resized, shape_of
 from nnx_dp._options import StepOptions
 from nnx_dp._placement import only_mesh
 from nnx_dp._replication import Taint, Variation
@@ -138,6 +138,4 @@ def trace_on_devices(
 def shard_shape(array: Any, axis: int | None, shards: int, scale: int) -> jax.ShapeDtypeStruct:
     if axis is None:
         return shape_of(array)
-    shape = list(array.shape)
-    shape[axis] = shape[axis] // shards * scale
-    return shape_of(array, shape=tuple(shape))
+    return resized(array, axis, array.shape[axis] // shards * scale)

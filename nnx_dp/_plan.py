@@ -19,7 +19,7 @@ from nnx_dp._context import StepContext, entered
 from nnx_dp._grad_sync import GradientLedger, LossReduce, differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._jaxpr import open_jaxpr
-from nnx_dp._options import LossIs, StepOptions
+from nnx_dp._options import StepOptions
 from nnx_dp._outputs import (
     AS_IS,
     NO_GLOBAL_TRACE,
@@ -171,9 +171,9 @@ def _loss_reduction(
     options: StepOptions,
     devices: int,
 ) -> LossReduce:
-    declared: LossIs = ledger.declared.get(site) or options.loss_reduce
-    if declared != "infer":
-        return declared
+    declared = ledger.declared_losses(options.loss_reduce)
+    if site in declared:
+        return declared[site]
     taint, kind = losses.get(site), comparison.losses.get(site)
     conflict = kind is not None and kind.tag == "conflict"
     alike = kind is None or kind.same or (kind.tag == "unknown" and not kind.curved)

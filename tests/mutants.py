@@ -160,8 +160,8 @@ MUTANTS = [
     Mutant(
         "one row is taken for two",
         "_comparison.py",
-        "if scale > 1 and not _in_step(",
-        "if False and not _in_step(",
+        "if scale > 1 and not _alike_on_two_rows(",
+        "if False and not _alike_on_two_rows(",
         "test_gradients.py -k one_example",
     ),
     Mutant(

@@ -36,7 +36,6 @@ def find_kinds(
     through_collectives: bool = True,
     shared_draws: bool = True,
     declared: Mapping[int, str] | None = None,
-    otherwise: str = "infer",
     trusted: bool = False,
 ) -> tuple[list[Kind], dict[int, Kind]]:
     """Finds the reduction kind of every output and of every loss.
@@ -54,16 +53,13 @@ def find_kinds(
       shared_draws: whether examples on different devices may get the same random numbers, from a
         key that all devices hold alike.
       declared: for gradients of which the caller said what their loss is, "mean" or "sum".
-      otherwise: what the caller said of all others, or "infer".
       trusted: whether a gradient is taken to be right that cannot be shown to be, since the caller
         asked for other statistics than those of one device.
 
     Returns:
       The kind of each output, and the kind of each gradient's loss by the gradient's number.
     """
-    walk = _Walk(
-        devices, axis_name, through_collectives, shared_draws, declared or {}, otherwise, trusted
-    )
+    walk = _Walk(devices, axis_name, through_collectives, shared_draws, declared or {}, trusted)
     inputs = [SAME if axis is None else rows(axis) for axis in shard_axes]
     inputs[: len(constants)] = [walk.constant(*values) for values in constants]
     outputs = walk.jaxpr(local, whole, inputs)
@@ -91,7 +87,6 @@ class _Walk:
     through_collectives: bool
     shared_draws: bool
     declared: Mapping[int, str]
-    otherwise: str
     trusted: bool
     losses: dict[int, Kind] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, list[Kind]] = dataclasses.field(default_factory=dict)
@@ -206,7 +201,7 @@ class _Walk:
 
     def _over_batch(self, pair: Pair, cotangent: Kind, primal: Kind, is_mean: bool) -> Kind:
         if cotangent.tag == "rows":
-            declared = self._is_declared(pair.local.params["site"])
+            declared = pair.local.params["site"] in self.declared
             return rows(cotangent.rows_axis, 0 if declared else cotangent.power - is_mean)  # type: ignore[arg-type]
         if cotangent.tag == "zero":
             return cotangent
@@ -224,21 +219,17 @@ class _Walk:
         # gradient that comes out is that of one device.
         if not primal.same:
             return unknown(pair.why("a gradient of a value that varies"))
-        return unknown(cotangent.why) if self._doubtful(pair, cotangent) else SAME
-
-    def _is_declared(self, site: int) -> bool:
-        return self.declared.get(site, self.otherwise) != "infer"
+        return cotangent if self._doubtful(pair, cotangent) else SAME
 
     def _doubtful(self, pair: Pair, cotangent: Kind) -> bool:
         """Whether a gradient is surely not that of one device, and nobody said that it is."""
-        declared = self._is_declared(pair.local.params["site"])
+        declared = pair.local.params["site"] in self.declared
         return cotangent.curved and not declared and not self.trusted
 
     def _is_mean(self, site: int) -> bool:
         """Whether the plan will average a gradient over the devices, or add it up."""
-        declared = self.declared.get(site, self.otherwise)
-        if declared != "infer":
-            return declared == "mean"
+        if site in self.declared:
+            return self.declared[site] == "mean"
         loss = self.losses.get(site, SAME)
         if loss.tag == "rows" and loss.axis is not None:
             return any(kind.reduction == "mean" for kind in self.cotangents.get(site, []))
