@@ -1157,8 +1157,11 @@ def test_row(name):
     case = CASES[name]
     if missing(case):
         pytest.skip(f"flax {flax.__version__} has no {', '.join(missing(case))}")
-    found = [result(case, strategy) for strategy in STRATEGIES]
-    assert found == cells_of_page().get(name), f"{PAGE.name} says something else"
+    page = dict(zip(STRATEGIES, cells_of_page().get(name, ()), strict=False))
+    # shard_map and pmap share a body: here one of the two runs, in turns; with --write, both.
+    per_device = PER_DEVICE[[*CASES].index(name) % 2]
+    found = {strategy: result(case, strategy) for strategy in ("jit", per_device)}
+    assert found == {strategy: page.get(strategy) for strategy in found}, f"{PAGE.name} differs"
 
 
 def test_the_page_has_these_rows_and_footnotes():

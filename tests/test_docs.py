@@ -61,7 +61,11 @@ def test_the_code_of_a_page_runs(page, tmp_path):
 
     package_root = Path(nnx_dp.__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(package_root)}
+    environment |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "PYTHONPATH": str(package_root),
+    }
     result = subprocess.run(
         [sys.executable, __file__, str(page)],
         cwd=tmp_path,
