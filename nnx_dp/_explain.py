@@ -137,9 +137,16 @@ def _rules(
     if plan is not None:
         for site, reduction in enumerate(plan.losses):
             number = f"gradient {site + 1}" if len(plan.losses) > 1 else "the gradient"
-            yield f"{number}: {reduction} over the devices, as its loss is a {reduction}"
-        for site, leaf in sorted(plan.batch_leaves):
-            yield f"gradient {site + 1}, leaf {leaf}: with respect to the batch, so not reduced"
+            over_batch = [leaf for leaf in plan.batch_leaves if leaf[0] == site]
+            over_state = [leaf for leaf in plan.state_leaves if leaf[0] == site]
+            if over_state or not over_batch:
+                yield f"{number}: {reduction} over the devices, as its loss is a {reduction}"
+            if over_batch:
+                scaled = " but divided by the number of devices" if reduction == "mean" else ""
+                yield (
+                    f"{number} with respect to the batch: not reduced{scaled}, as its loss is a "
+                    f"{reduction}"
+                )
     for rule, count in launch.fired.items():
         yield rule + (f" ({count} times)" if count > 1 else "")
     if plan is not None:

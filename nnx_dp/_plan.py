@@ -52,6 +52,7 @@ class Plan:
       exits: how each of its arrays leaves the devices.
       drew: whether the step draws random numbers that differ between devices.
       fired: how often each rule was applied in the trace; see `StepContext`.
+      state_leaves: the (gradient, leaf) pairs that are with respect to state.
     """
 
     losses: tuple[LossReduce, ...]
@@ -60,6 +61,7 @@ class Plan:
     exits: tuple[Exit, ...]
     drew: bool = False
     fired: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    state_leaves: frozenset[tuple[int, int]] = frozenset()
 
     def ledger(self) -> GradientLedger:
         return GradientLedger(losses=self.losses, batch_leaves=self.batch_leaves)
@@ -118,7 +120,13 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
     )
     exits = _exits(local, comparison, taints, options, devices)
     return Plan(
-        decided, frozenset(batch_leaves), local.structure, exits, local.ledger.drew, local.fired
+        decided,
+        frozenset(batch_leaves),
+        local.structure,
+        exits,
+        local.ledger.drew,
+        local.fired,
+        frozenset(differentiated_shapes(local.jaxpr)) - batch_leaves,
     )
 
 

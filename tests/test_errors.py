@@ -25,6 +25,7 @@ from oracle import (
 )
 
 import nnx_dp
+from nnx_dp._hooks import wrap_method
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 per_device_strategies = pytest.mark.parametrize("strategy", PER_DEVICE)
@@ -398,6 +399,59 @@ def test_out_axes_and_out_reduce_that_do_not_fit(strategy):
     refuse(step, ValueError, match, X, Y, strategy=strategy, out_axes=(0, 0))
     match = "out_reduce is .*not a prefix of the output"
     refuse(step, ValueError, match, X, Y, strategy=strategy, out_reduce=("mean", "sum"))
+
+    def return_the_model(model, optimizer, rngs, x, y):
+        return model, step(model, optimizer, rngs, x, y)
+
+    match = "out_reduce is .*but the output holds objects that were passed in"
+    options = {"out_reduce": (None, "mean")}
+    refuse(return_the_model, ValueError, match, X, Y, strategy=strategy, **options)
+
+
+@per_device_strategies
+def test_rule_that_leaves_each_device_another_value(strategy):
+    class Last(nnx.Variable):
+        pass
+
+    def make():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        model.last = Last(jnp.zeros(()))
+        return (model,)
+
+    def keep_the_mean(model, x):
+        model.last[...] = x.mean()
+
+    match = r"the state_reduce rule for model\.last would leave different values on the 4 devices"
+    rules = {Last: lambda old, new: old + new}
+    refuse(keep_the_mean, ValueError, match, X, strategy=strategy, make=make, state_reduce=rules)
+
+
+def test_replicate_takes_objects():
+    with pytest.raises(TypeError, match="replicate was given a ndarray as argument 1"):
+        nnx_dp.replicate(linear()[0], X)
+
+
+def test_pmap_cannot_be_lowered():
+    arguments = state()
+    dp_step = nnx_dp.data_parallel(step, strategy="pmap", devices=4)
+    with refused(NotImplementedError, 'Lower the step with strategy="shard_map"', *arguments):
+        dp_step.lower(*arguments, X, Y)
+
+
+def test_uneven_batch_that_traces_nowhere_gets_the_steps_own_error():
+    def only_two_rows(model, x):
+        return model(x.reshape(2, 3))
+
+    match = "cannot reshape"
+    make = lambda: linear()[:1]  # noqa: E731
+    refuse(only_two_rows, TypeError, match, X[:7], strategy="auto", make=make)
+
+
+def test_flax_without_a_method_that_is_extended():
+    with pytest.raises(
+        ImportError, match=r"nnx_dp extends flax\.nnx\.Linear\.transpose, which flax"
+    ):
+        wrap_method(nnx, "Linear", "transpose", lambda original: original)
 
 
 # -------------------------------------------------------------------------------------------------

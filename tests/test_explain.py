@@ -161,6 +161,7 @@ def test_rules_and_kernels_and_sharded_optimizers_are_named():
         "nnx_dp.per_device: <lambda> sees one device's shapes",
         "model.peak: max over the devices",
     )
+
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     divided = nnx_dp.data_parallel(train_step, shard_optimizer=True, devices=4)
@@ -240,3 +241,30 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     step = nnx_dp.data_parallel(lambda x: x, devices=4)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         nnx_dp.visualize(step, jnp.ones(8))
+
+
+def test_it_says_how_each_gradient_is_reduced():
+    def of_the_batch(x, reduce):
+        return nnx_dp.grad(lambda x: reduce(x**2))(x)
+
+    def of_both(model, x):
+        model_grads, x_grads = nnx_dp.grad(lambda model, x: model(x).mean(), argnums=(0, 1))(
+            model, x
+        )
+        return jax.tree.leaves(model_grads), x_grads
+
+    def rules(step, *args):
+        return nnx_dp.data_parallel(step, strategy="shard_map", devices=4).explain(*args).rules
+
+    x = jnp.ones((8, 3))
+    of_a_mean = "not reduced but divided by the number of devices, as its loss is a mean"
+    assert rules(of_the_batch, x, jnp.mean) == (
+        f"the gradient with respect to the batch: {of_a_mean}",
+    )
+    assert rules(of_the_batch, x, jnp.sum) == (
+        "the gradient with respect to the batch: not reduced, as its loss is a sum",
+    )
+    assert rules(of_both, linear()[0], x) == (
+        "the gradient: mean over the devices, as its loss is a mean",
+        f"the gradient with respect to the batch: {of_a_mean}",
+    )

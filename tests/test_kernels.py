@@ -184,6 +184,21 @@ def test_unclear_calls_are_refused(call, error, message):
         step(np.ones((8, 3), np.float32))
 
 
+@pytest.mark.parametrize("in_axes", [(0, None), {"table": None}, [0, None]], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_axes_of_a_kernel_are_said_by_position_or_by_name(strategy, in_axes):
+    @nnx_dp.per_device(in_axes=in_axes)
+    def look_up(rows, table):
+        return rows @ table
+
+    table = np.arange(9, dtype=np.float32).reshape(3, 3)  # as many rows as the batch, on 1 device
+    step = nnx_dp.data_parallel(
+        look_up, strategy=strategy, devices=3, in_axes={"table": None, "rows": 0}
+    )
+    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
+    np.testing.assert_allclose(step(rows, table), rows @ table)
+
+
 @pytest.mark.parametrize("strategy", PER_DEVICE)
 def test_raw_pallas_kernel_with_its_gradient(strategy):
     def make():

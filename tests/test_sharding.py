@@ -174,6 +174,37 @@ def test_mesh_that_is_set_is_used(kind):
     assert_same(state, plain, rtol=1e-3, atol=1e-5)
 
 
+def test_replicate_and_shard_of_a_step_place_beforehand():
+    model, optimizer = linear()
+    step = nnx_dp.data_parallel(train_step, devices=4)
+    assert step.replicate(model, optimizer) == (model, optimizer)
+    assert len(model.kernel[...].sharding.device_set) == 4
+    nnx_dp.assert_replicated((model, optimizer))
+    x, y = step.shard(regression())
+    assert x.sharding.shard_shape(x.shape) == (2, 3)
+    expected = linear()
+    assert_same(step(model, optimizer, x, y), train_step(*expected, *regression()))
+    assert_same((model, optimizer), expected)
+
+
+def test_axes_that_a_mesh_lacks_are_left_out_of_a_parameters_own():
+    """`nnx.with_partitioning` names axes of the largest mesh that a model is meant for."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    init = nnx.with_partitioning(nnx.initializers.ones, (("expert", "model"), "pipeline"))
+
+    def make():
+        with nnx.use_eager_sharding(False):
+            model = nnx.Linear(4, 1, kernel_init=init, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    x, y = regression(features=4)
+    state, expected = make(), make()
+    step = nnx_dp.data_parallel(train_step, mesh=mesh)
+    assert_same(step(*state, x, y), train_step(*expected, x, y))
+    assert_same(state, expected)
+    assert state[0].kernel[...].sharding.shard_shape((4, 1)) == (2, 1)
+
+
 def test_sharded_optimizer_beside_a_model_axis():
     mesh, plain = two_axes(AxisType.Auto), wide()
     with jax.set_mesh(mesh):

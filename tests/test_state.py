@@ -343,6 +343,42 @@ def test_donation_leaves_the_callers_arrays_alone(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("donate", "fails_at"), [(False, 1), (False, 3), (True, 1), (True, 3)])
+def test_step_that_fails_on_the_device(donate, fails_at, strategy):
+    """On one device: where several wait for each other, XLA for the CPU ends the process."""
+    calls = []
+
+    def call_outside(loss):
+        calls.append(loss)
+        if len(calls) == fails_at:
+            raise ValueError("a fault")
+        return loss
+
+    def step(model, optimizer, x, y):
+        loss = train_step(model, optimizer, x, y)
+        return jax.pure_callback(call_outside, jax.ShapeDtypeStruct((), loss.dtype), loss)
+
+    model, optimizer = linear()
+    stepped = nnx_dp.data_parallel(step, strategy=strategy, devices=1, donate=donate)
+    for _ in range(fails_at - 1):
+        jax.block_until_ready(stepped(model, optimizer, *regression()))
+    before = snapshot((model, optimizer))
+    lost = donate and fails_at > 1  # At the first call what is donated is a copy.
+    message = "the state that was donated to it is lost" if lost else "a fault"
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(stepped(model, optimizer, *regression()))
+    if lost:
+        with pytest.raises(ValueError, match=r"model\.\w+ was donated to an earlier step"):
+            stepped(model, optimizer, *regression())
+    else:
+        after = snapshot((model, optimizer))
+        assert {path: value.tobytes() for path, value in after.items()} == {
+            path: value.tobytes() for path, value in before.items()
+        }
+        stepped(model, optimizer, *regression())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functional_style(strategy):
     """The graph definition is static, the split state is state."""
 

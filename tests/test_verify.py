@@ -53,6 +53,29 @@ def test_check_every_finds_a_copy_that_drifted(dtype):
         step(model, x)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda of: jnp.array([of, True, False]), jax.random.key], ids=["flags", "key"]
+)
+def test_check_every_looks_at_flags_and_keys(make):
+    devices = jax.devices()[:4]
+    everywhere = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
+    model, _ = linear()
+    step = nnx_dp.data_parallel(lambda model, x: model(x), strategy="shard_map", devices=4)
+    checked = nnx_dp.data_parallel(step.__wrapped__, strategy="shard_map", devices=4, check_every=1)
+    for drifts in (False, True):
+        copies = [
+            jax.device_put(make(drifts and index == 3), device)
+            for index, device in enumerate(devices)
+        ]
+        value = jax.make_array_from_single_device_arrays(copies[0].shape, everywhere, copies)
+        model.extra = nnx.Variable(value)
+        if not drifts:
+            checked(model, regression()[0])
+            continue
+        with pytest.raises(AssertionError, match=r"model\.extra differs"):
+            checked(model, regression()[0])
+
+
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
 @pytest.mark.parametrize("donate", [False, True])
 def test_verify_passes_and_changes_nothing(donate, strategy):

@@ -132,9 +132,9 @@ class Launch:
             arrays = self.place_arrays(arrays)
             if not self.donate:
                 return self.function(state_leaves, arrays)
-            state_leaves = self._owned.donatable(state_leaves)
+            donated = self._owned.donatable(state_leaves)
             try:
-                leaves = self.function(state_leaves, arrays)
+                leaves = self.function(donated, arrays)
             except Exception as error:
                 check_kept(state_leaves, error)
                 raise
