@@ -12,10 +12,10 @@ from nnx_dp._grad_sync import differentiated_shapes
 from nnx_dp._graph import OutStructure, StateLeaves
 from nnx_dp._kinds import Kind, find_kinds
 from nnx_dp._leaves import resized
-from nnx_dp._one_row import same_numbers, same_program
 from nnx_dp._options import StepOptions
 from nnx_dp._per_device import Traced, trace
 from nnx_dp._roles import BoundCall
+from nnx_dp._same_program import same_numbers, same_program
 
 
 @dataclasses.dataclass

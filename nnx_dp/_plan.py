@@ -102,23 +102,20 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
         )
 
     comparison = compare(bound, state, options, devices, local)
-    batch_leaves = set(comparison.batch_leaves)
-    losses: dict[int, Taint] = {}
-    taints = find_variation(
+    found = find_variation(
         local.jaxpr,
         local.taints,
         axis_name=options.axis_name,
         batch_leaves=comparison.batch_leaves,
-        on_gradient=lambda site, leaf, varies: batch_leaves.add((site, leaf)) if varies else None,
-        on_loss=lambda site, taint: losses.update({site: losses.get(site) or taint}),
     )
+    batch_leaves = found.gradients
     if comparison.kinds is None and options.check:
         _check_differentiated(local, batch_leaves, bound, state, devices)
     decided: tuple[LossReduce, ...] = tuple(
-        _loss_reduction(site, losses, comparison, local.ledger, options, devices)
+        _loss_reduction(site, found.losses, comparison, local.ledger, options, devices)
         for site in range(local.ledger.opened)
     )
-    exits = _exits(local, comparison, taints, options, devices)
+    exits = _exits(local, comparison, found.outputs, options, devices)
     return Plan(
         decided,
         frozenset(batch_leaves),
@@ -293,7 +290,7 @@ def _check_rule(
     taints: list[Taint] = [None] * (len(constants) + 1) + [
         Variation("the new value on each device")
     ]
-    (taint,) = find_variation(body, taints, axis_name=options.axis_name)
+    (taint,) = find_variation(body, taints, axis_name=options.axis_name).outputs
     if taint is not None:
         raise ValueError(
             f"the state_reduce rule for {leaf.path} would leave different values on the {devices} "

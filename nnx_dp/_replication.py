@@ -11,7 +11,7 @@ meets something that it does not know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nnx_dp._grad_sync import grad_sync_p, loss_p
@@ -60,34 +60,43 @@ Taint = Variation | None
 """None where a value is the same on every device."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Variations:
+    """What varies in a per-device jaxpr.
+
+    Attributes:
+      outputs: for each output, None if it is provably equal on all devices, or why it varies.
+      gradients: the (gradient, leaf) pairs whose differentiated value varies.
+      losses: for each gradient, why its loss varies, or None.
+    """
+
+    outputs: list[Taint]
+    gradients: set[tuple[int, int]]
+    losses: dict[int, Taint]
+
+
 def find_variation(
     jaxpr: Any,
     taints: Sequence[Taint],
     *,
     axis_name: str,
     batch_leaves: Iterable[tuple[int, int]] = (),
-    on_gradient: Callable[[int, int, bool], None] = lambda site, leaf, varies: None,
-    on_loss: Callable[[int, Taint], None] = lambda site, taint: None,
-) -> list[Taint]:
+) -> Variations:
     """Walks a per-device jaxpr from its inputs to its outputs.
 
     Args:
       jaxpr: the step's body as one device runs it.
       taints: for each input, None or why it varies.
       axis_name: the data axis.
-      batch_leaves: the (gradient, leaf) pairs that are known to be one row for each example.
-      on_gradient: called with (gradient, leaf, whether the differentiated value varies).
-      on_loss: called with (gradient, why its loss varies or None).
-
-    Returns:
-      For each output, None if it is provably equal on all devices, or why it varies.
+      batch_leaves: the (gradient, leaf) pairs that are known to be one row for each example;
+        their differentiated values are taken to vary.
     """
-    walk = _Walk(axis_name, on_gradient, on_loss, set(batch_leaves))
+    walk = _Walk(axis_name, set(batch_leaves))
     while True:
         known = set(walk.varying)
         outputs = walk.jaxpr(jaxpr, list(taints))
         if walk.varying == known:
-            return outputs
+            return Variations(outputs, walk.varying, walk.losses)
 
 
 @dataclasses.dataclass
@@ -98,12 +107,12 @@ class _Walk:
       varying: the (gradient, leaf) pairs whose differentiated value varies.  A gradient may stand
         in the jaxpr more than once, where JAX traced a function once that is called twice; it is
         synchronised everywhere or nowhere, so the walk is repeated until it has found them all.
+      losses: for each gradient, why its loss varies, or None.
     """
 
     axis_name: str
-    on_gradient: Callable[[int, int, bool], None]
-    on_loss: Callable[[int, Taint], None]
-    varying: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    varying: set[tuple[int, int]]
+    losses: dict[int, Taint] = dataclasses.field(default_factory=dict)
 
     def jaxpr(self, jaxpr: Any, taints: list[Taint]) -> list[Taint]:
         """Returns the taint of each output; writes to Refs are recorded in `taints`."""
@@ -128,7 +137,8 @@ class _Walk:
         if eqn.primitive is grad_sync_p:
             return [self._gradient(eqn, *operands)]
         if eqn.primitive is loss_p:
-            self.on_loss(eqn.params["site"], operands[0])
+            site = eqn.params["site"]
+            self.losses[site] = self.losses.get(site) or operands[0]
             return operands
         if name in _AGREEING and self._spans_data_axis(eqn):
             return [None] * len(eqn.outvars)
@@ -150,8 +160,6 @@ class _Walk:
         if params["reduce"] != "plan":
             return None
         key = params["site"], params["leaf"]
-        if not params["derived"]:
-            self.on_gradient(*key, primal is not None)
         if primal is not None:
             self.varying.add(key)
         return cotangent if key in self.varying else None

@@ -349,6 +349,13 @@ MUTANTS = [
         "    for key, rule in reversed(rules):\n",
         "test_state.py -k rule or filter or first",
     ),
+    Mutant(
+        "a rule that varies between devices is accepted",
+        "_plan.py",
+        "    if taint is not None:\n        raise ValueError(\n            f\"the state_reduce rule",
+        "    if False:\n        raise ValueError(\n            f\"the state_reduce rule",
+        "test_errors.py -k rule_that_leaves",
+    ),
     # --- Writing back
     Mutant(
         "a Variable is forgotten on write-back",
@@ -507,6 +514,13 @@ MUTANTS = [
         "value",
         "test_kernels.py -k key or draw or random",
     ),
+    Mutant(
+        "a failed copy of the state counts as the state",
+        "_strategies/_interface.py",
+        "check_kept(state_leaves, error)",
+        "check_kept(donated, error)",
+        "test_state.py -k fails_on_the_device",
+    ),
     # --- Accumulation, collectives, checks
     Mutant(
         "microbatches are weighted alike",
@@ -563,6 +577,13 @@ MUTANTS = [
         "        if differing:\n",
         "        if False:\n",
         "test_processes.py",
+    ),
+    Mutant(
+        "flags are left out of the comparison of the copies",
+        "_verify.py",
+        "leaf = leaf.astype(jnp.uint8)",
+        "leaf = jnp.zeros(leaf.shape, jnp.uint8)",
+        "test_verify.py -k flags",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Whether a step does on one row what it does on two, and with padding what without.
+"""Whether traces are of one program: of a step on one row and on two, and with padding and without.
 
 A plan is read off the step at two rows a device where there is only one, since axes of size one
 broadcast, which hides what they are.  That is of use only if the step at one row is the same
