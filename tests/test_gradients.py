@@ -385,8 +385,7 @@ def test_gradient_is_that_of_one_device(name, strategy):
     check(STEPS[name], strategy)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize(("devices", "strategy"), in_turns([2, 8]))
 def test_number_of_devices_does_not_scale_the_gradient(devices, strategy):
     for name in ("sum_loss", "several_argnums_mean", "gradient_norm_penalty"):
         check(STEPS[name], strategy, devices=devices)
