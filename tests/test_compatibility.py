@@ -3,7 +3,7 @@
 Each case is a model and a step.  The oracle is the undecorated step on one device with the whole
 batch, on an equal fresh copy.  After each of two steps everything that the decorated step leaves
 behind is compared with it.  What comes out is in docs/compatibility.md, and a row of that page that
-says something else fails.  To write its tables again:
+says something else fails.  To write its tables again, from runs under all three strategies:
 
     python tests/test_compatibility.py --write
 """
