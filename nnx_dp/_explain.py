@@ -137,8 +137,10 @@ def _rules(
     if plan is not None:
         for site, reduction in enumerate(plan.losses):
             number = f"gradient {site + 1}" if len(plan.losses) > 1 else "the gradient"
-            over_batch = [leaf for leaf in plan.batch_leaves if leaf[0] == site]
-            over_state = [leaf for leaf in plan.state_leaves if leaf[0] == site]
+            over_batch, over_state = (
+                any(gradient == site for gradient, _ in leaves)
+                for leaves in (plan.batch_leaves, plan.state_leaves)
+            )
             if over_state or not over_batch:
                 yield f"{number}: {reduction} over the devices, as its loss is a {reduction}"
             if over_batch:

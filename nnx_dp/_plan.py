@@ -123,7 +123,7 @@ def make_plan(bound: BoundCall, state: StateLeaves, options: StepOptions, device
         exits,
         local.ledger.drew,
         local.fired,
-        frozenset(differentiated_shapes(local.jaxpr)) - batch_leaves,
+        frozenset(found.others),
     )
 
 

@@ -67,11 +67,13 @@ class Variations:
     Attributes:
       outputs: for each output, None if it is provably equal on all devices, or why it varies.
       gradients: the (gradient, leaf) pairs whose differentiated value varies.
+      others: those whose differentiated value is equal on all devices.
       losses: for each gradient, why its loss varies, or None.
     """
 
     outputs: list[Taint]
     gradients: set[tuple[int, int]]
+    others: set[tuple[int, int]]
     losses: dict[int, Taint]
 
 
@@ -96,7 +98,7 @@ def find_variation(
         known = set(walk.varying)
         outputs = walk.jaxpr(jaxpr, list(taints))
         if walk.varying == known:
-            return Variations(outputs, walk.varying, walk.losses)
+            return Variations(outputs, walk.varying, walk.met - walk.varying, walk.losses)
 
 
 @dataclasses.dataclass
@@ -107,11 +109,13 @@ class _Walk:
       varying: the (gradient, leaf) pairs whose differentiated value varies.  A gradient may stand
         in the jaxpr more than once, where JAX traced a function once that is called twice; it is
         synchronised everywhere or nowhere, so the walk is repeated until it has found them all.
+      met: all such pairs.
       losses: for each gradient, why its loss varies, or None.
     """
 
     axis_name: str
     varying: set[tuple[int, int]]
+    met: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     losses: dict[int, Taint] = dataclasses.field(default_factory=dict)
 
     def jaxpr(self, jaxpr: Any, taints: list[Taint]) -> list[Taint]:
@@ -160,6 +164,7 @@ class _Walk:
         if params["reduce"] != "plan":
             return None
         key = params["site"], params["leaf"]
+        self.met.add(key)
         if primal is not None:
             self.varying.add(key)
         return cotangent if key in self.varying else None

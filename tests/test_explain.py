@@ -161,7 +161,6 @@ def test_rules_and_kernels_and_sharded_optimizers_are_named():
         "nnx_dp.per_device: <lambda> sees one device's shapes",
         "model.peak: max over the devices",
     )
-
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     divided = nnx_dp.data_parallel(train_step, shard_optimizer=True, devices=4)

@@ -35,7 +35,11 @@ def on_devices(function, x=BATCH, w=WEIGHTS):
 
 def proof(function, x=BATCH, w=WEIGHTS):
     """Returns, for each output of `function(x, w)`, whether it is found to vary."""
-    return [taint is not None for taint in walked(function, x, w).outputs]
+    return varies(walked(function, x, w))
+
+
+def varies(found):
+    return [taint is not None for taint in found.outputs]
 
 
 def walked(function, x=BATCH, w=WEIGHTS):
@@ -493,16 +497,18 @@ def _synchronised(cotangent, primal, leaf=0):
 
 def test_gradient_of_replicated_state_agrees_and_of_the_batch_does_not():
     found = walked(lambda x, w: (_synchronised(x[0], w), _synchronised(x, x, leaf=1)))
-    assert [taint is not None for taint in found.outputs] == [False, True]
+    assert varies(found) == [False, True]
     assert found.gradients == {(0, 1)}
+    assert found.others == {(0, 0)}
 
 
 def test_gradient_that_stands_twice_is_synchronised_everywhere_or_nowhere():
     # One trace of a jitted function serves both calls, and the second one's value varies.
     inner = jax.jit(lambda value, cotangent: _synchronised(cotangent, value))
     found = walked(lambda x, w: (inner(w, x[0]), inner(x[1], x[0])))
-    assert None not in found.outputs
+    assert varies(found) == [True, True]
     assert found.gradients == {(0, 0)}
+    assert found.others == set()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,13 +13,15 @@ import nnx_dp
 
 def drifted(value, by=0.5, device=3):
     """An array that JAX takes for replicated, with another value on one device."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    copies = [
-        jax.device_put(value + jnp.asarray(by if i == device else 0, value.dtype), d)
-        for i, d in enumerate(jax.devices()[:4])
-    ]
-    sharding = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, copies)
+    return from_copies(value + jnp.asarray(by if i == device else 0, value.dtype) for i in range(4))
+
+
+def from_copies(copies):
+    """An array that JAX takes for replicated, from its values on four devices."""
+    devices = jax.devices()[:4]
+    placed = [jax.device_put(*pair) for pair in zip(copies, devices, strict=True)]
+    sharding = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
+    return jax.make_array_from_single_device_arrays(placed[0].shape, sharding, placed)
 
 
 def test_assert_replicated_accepts_a_replicated_tree():
@@ -57,23 +59,15 @@ def test_check_every_finds_a_copy_that_drifted(dtype):
     "make", [lambda of: jnp.array([of, True, False]), jax.random.key], ids=["flags", "key"]
 )
 def test_check_every_looks_at_flags_and_keys(make):
-    devices = jax.devices()[:4]
-    everywhere = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
-    model, _ = linear()
-    step = nnx_dp.data_parallel(lambda model, x: model(x), strategy="shard_map", devices=4)
-    checked = nnx_dp.data_parallel(step.__wrapped__, strategy="shard_map", devices=4, check_every=1)
-    for drifts in (False, True):
-        copies = [
-            jax.device_put(make(drifts and index == 3), device)
-            for index, device in enumerate(devices)
-        ]
-        value = jax.make_array_from_single_device_arrays(copies[0].shape, everywhere, copies)
-        model.extra = nnx.Variable(value)
-        if not drifts:
-            checked(model, regression()[0])
-            continue
-        with pytest.raises(AssertionError, match=r"model\.extra differs"):
-            checked(model, regression()[0])
+    (model, _), (x, _) = linear(), regression()
+    step = nnx_dp.data_parallel(
+        lambda model, x: model(x), strategy="shard_map", devices=4, check_every=1
+    )
+    model.extra = nnx.Variable(from_copies(make(False) for _ in range(4)))
+    step(model, x)
+    model.extra.set_raw_value(from_copies(make(index == 3) for index in range(4)))
+    with pytest.raises(AssertionError, match=r"model\.extra differs"):
+        step(model, x)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
